@@ -1,0 +1,1 @@
+"""Layer 1: ONNX model to engine directory."""

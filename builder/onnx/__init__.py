@@ -1,0 +1,1 @@
+"""ONNX in: loading, the dialects, the rewrite to PagedAttention and its lowering."""

@@ -1,0 +1,1 @@
+"""From an attention call to a kernel launch: argument structs, registry and planner."""

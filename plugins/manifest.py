@@ -1,0 +1,257 @@
+"""Sidecar JSON of an engine directory: what a plan is, checked before anything reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import pydantic
+
+from paged_trt.plugins.errors import ManifestError, SpecMismatchError
+from paged_trt.plugins.fields import ABI_VERSION
+from paged_trt.plugins.kv import TOKENS_PER_PAGE
+from paged_trt.plugins.tensors import EngineSpec, TensorSpec
+
+SCHEMA: Final = 1
+MANIFEST_FILE: Final = "manifest.json"
+PLAN_FILE: Final = "model.plan"
+MODEL_FILE: Final = "model.onnx"
+MODEL_DATA_FILE: Final = "model.onnx.data"
+KV_SCALES_FILE: Final = "kv_scales.safetensors"
+MAX_MANIFEST_BYTES: Final = 16 * 2**20
+_BLOCK_BYTES: Final = 2**20
+
+Sha256 = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
+
+
+class _Record(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class FileRecord(_Record):
+    """Size in bytes and SHA-256 of one file of the engine directory."""
+
+    sha256: Sha256
+    size: Annotated[int, pydantic.Field(ge=0)]
+
+
+class PoolRecord(_Record):
+    """Page geometry; the derived numbers are written for readers and checked."""
+
+    num_pages: int
+    max_batch_size: int
+    max_kv_cache_capacity: int
+    max_pages_per_seq: int
+    tokens_per_page: Literal[128]
+
+
+class BuildRecord(_Record):
+    """What built the plan, and what it needs to run."""
+
+    flavor: Literal["tensorrt", "tensorrt_rtx"]
+    tensorrt_version: str
+    route: Literal["plugin", "gqa"]
+    abi_version: int
+    kernel_source_sha256: Sha256
+    compute_capabilities: tuple[str, ...]
+    attention_plan: str | None
+
+
+class SourceRecord(_Record):
+    """The model that the engine was made from: information, not a gate."""
+
+    name: str
+    sha256: Sha256
+    dialect: str
+
+
+class EngineManifest(_Record):
+    """Everything that the runtime must know before it opens a plan."""
+
+    schema_version: Literal[1]
+    created_by: str
+    pool: PoolRecord
+    spec: EngineSpec
+    geometry_sha256: Sha256
+    tensors: tuple[TensorSpec, ...]
+    build: BuildRecord
+    source: SourceRecord
+    files: dict[FileName, FileRecord]
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        spec: EngineSpec,
+        build: BuildRecord,
+        source: SourceRecord,
+        files: dict[str, FileRecord],
+    ) -> EngineManifest:
+        """Manifest of an engine that was just built."""
+        pool = PoolRecord(
+            num_pages=spec.pool.num_pages,
+            max_batch_size=spec.pool.max_batch_size,
+            max_kv_cache_capacity=spec.pool.max_kv_cache_capacity,
+            max_pages_per_seq=spec.pool.max_pages_per_seq,
+            tokens_per_page=TOKENS_PER_PAGE,
+        )
+        return cls(
+            schema_version=SCHEMA,
+            created_by=f"paged-trt {importlib.metadata.version('paged-trt')}",
+            pool=pool,
+            spec=spec,
+            geometry_sha256=geometry_sha256(spec),
+            tensors=spec.tensors(),
+            build=build,
+            source=source,
+            files=files,
+        )
+
+    def to_json(self) -> str:
+        """JSON text with two-space indent and a final newline."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    def check(self, *, where: str) -> None:
+        """Compare the written geometry with what the spec gives.
+
+        Raises:
+            SpecMismatchError: two of the records disagree.
+        """
+        pool = self.spec.pool
+        for name in ("num_pages", "max_batch_size", "max_kv_cache_capacity", "max_pages_per_seq"):
+            _require_equal(f"pool.{name}", getattr(pool, name), getattr(self.pool, name), where)
+        _require_equal("build.abi_version", ABI_VERSION, self.build.abi_version, where)
+        _require_equal("tensors", self.spec.tensors(), self.tensors, where)
+        _require_equal("geometry_sha256", geometry_sha256(self.spec), self.geometry_sha256, where)
+
+
+def _require_equal(field: str, left: object, right: object, where: str) -> None:
+    if left == right:
+        return
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        for mine, theirs in zip(left, right, strict=False):
+            if mine != theirs:
+                raise SpecMismatchError(f"{field}.{mine.name}", mine, theirs, where=where)
+        left, right = f"{len(left)} entries", f"{len(right)} entries"
+    raise SpecMismatchError(field, left, right, where=where)
+
+
+_SPEC_ADAPTER: Final = pydantic.TypeAdapter(EngineSpec)
+
+
+def geometry_sha256(spec: EngineSpec) -> str:
+    """SHA-256 of the spec's canonical JSON; ties a plan to its manifest."""
+    data = _SPEC_ADAPTER.dump_python(spec, mode="json")
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def network_name(spec: EngineSpec) -> str:
+    """Name that the plan carries and gives back when it is loaded."""
+    return f"paged-trt/{SCHEMA} pages={spec.pool.num_pages} sha256={geometry_sha256(spec)}"
+
+
+def file_record(path: Path) -> FileRecord:
+    """Hash and size of a file.
+
+    Raises:
+        ManifestError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    try:
+        with path.open("rb") as stream:
+            # hashlib.file_digest needs Python 3.11.
+            while block := stream.read(_BLOCK_BYTES):
+                digest.update(block)
+                size += len(block)
+    except OSError as error:
+        raise ManifestError(
+            f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
+        ) from error
+    return FileRecord(sha256=digest.hexdigest(), size=size)
+
+
+def check_file(directory: Path, name: str, record: FileRecord) -> None:
+    """Compare one file of an engine directory with its record.
+
+    Raises:
+        ManifestError: the file is missing, truncated or another one.
+    """
+    path = directory / name
+    found = file_record(path)
+    for field in ("size", "sha256"):
+        want, have = getattr(record, field), getattr(found, field)
+        if want != have:
+            raise ManifestError(
+                f"{path}: the manifest says {field} {want}, found {have}; the file is truncated "
+                "or belongs to another engine: rebuild with `paged-trt build`"
+            )
+
+
+def read_manifest(directory: Path) -> EngineManifest:
+    """Parse and check `manifest.json`; no other file is opened.
+
+    Args:
+        directory: an engine directory.
+
+    Raises:
+        ManifestError: the manifest is missing, truncated, of another schema or not valid.
+        SpecMismatchError: its parts disagree with each other.
+    """
+    path = directory / MANIFEST_FILE
+    data = _read_json(path)
+    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA:
+        found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+        raise ManifestError(
+            f"{path}: manifest schema must be {SCHEMA}, found {found!r}; "
+            "rebuild with `paged-trt build`"
+        )
+    try:
+        manifest = EngineManifest.model_validate_json(json.dumps(data))
+    except pydantic.ValidationError as error:
+        raise ManifestError(f"{path} is no valid manifest: {_first_error(error)}") from error
+    if manifest.model_dump(mode="json") != data:
+        raise ManifestError(f"{path} holds unknown or reformatted entries; rebuild the engine")
+    manifest.check(where=str(path))
+    return manifest
+
+
+def check_files(directory: Path, manifest: EngineManifest) -> None:
+    """Compare every file of an engine directory with the manifest.
+
+    Raises:
+        ManifestError: a file is missing, truncated or another one.
+    """
+    for name, record in manifest.files.items():
+        check_file(directory, name, record)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        size = path.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise ManifestError(f"{path} has {size} bytes, over the limit of {MAX_MANIFEST_BYTES}")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ManifestError(
+            f"{path} does not exist: {path.parent} is no engine directory; "
+            "make one with `paged-trt build MODEL.onnx -o ENGINE_DIR`"
+        ) from error
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(
+            f"{path} is no JSON ({error}); the file is truncated or was edited: "
+            "rebuild with `paged-trt build`"
+        ) from error
+
+
+def _first_error(error: pydantic.ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"`{place}`: {first['msg']}"

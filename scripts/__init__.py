@@ -1,0 +1,1 @@
+"""Layer 2: the command line, demos and benchmarks."""

@@ -1,0 +1,1 @@
+"""Ordinary ONNX models to try Paged TRT with."""
