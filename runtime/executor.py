@@ -1,0 +1,69 @@
+"""The seam between the page runtime and whatever runs the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.tensors import EngineSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """Host arrays of one step: T token rows, N sequence rows, page-table width M.
+
+    The runtime has validated them: every page id on a needed position is in the pool, every
+    sequence fits its row, `query_start_offsets` is non-decreasing from 0 to at most T.
+
+    Attributes:
+        input_ids: `[T]` int64.
+        position_ids: `[T]` int64, position of each token in its sequence; 0 on padding.
+        page_table: `[N, M]` int32, UNUSED_PAGE_ENTRY where no page is.
+        query_start_offsets: `[N + 1]` int32.
+        past_lens: `[N]` int32, tokens in the pool before this step.
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    position_ids: npt.NDArray[np.int64]
+    page_table: npt.NDArray[np.int32]
+    query_start_offsets: npt.NDArray[np.int32]
+    past_lens: npt.NDArray[np.int32]
+
+
+class Executor(Protocol):
+    """Runs one step of a paged model and owns its KV pools.
+
+    A step either updates the pools and returns logits, or raises and the sequences of that
+    step are lost: the session releases their pages.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name for reports: `reference` or `tensorrt`."""
+        ...
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The interface of the engine that this executor runs."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report must say about this executor, such as an upcast of bfloat16."""
+        ...
+
+    def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+        """Append keys and values of T tokens to the pools, attend, and return logits.
+
+        Returns:
+            `[N, vocab_size]`, the last token of each sequence row, under LogitsMode.LAST, or
+            `[T, vocab_size]` under LogitsMode.ALL; float16 or float32 (bfloat16 is upcast).
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the pools and the model; a second call does nothing."""
+        ...
