@@ -1,0 +1,250 @@
+"""The rule by which a paged engine agrees with its dense model, in plain NumPy.
+
+Both decode greedily, so that up to the first different token both saw the same input and
+their logits are comparable; after it nothing is. Two evaluations of one model in the same
+precision differ by rounding, and rounding may swap the two largest logits of a near tie:
+such a swap is excused, printed, and ends the comparison of that sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.tensors import EngineSpec
+
+Array = npt.NDArray[Any]
+
+TIE_ROUNDINGS: Final = 4
+"""Roundings of the largest logit under which two logits count as a tie."""
+_UNIT_ROUNDOFF: Final = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+"""Largest relative error of one rounding to the type of the activations."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far logits may be apart: `atol + rtol * max|logit|` of the reference's row.
+
+    Attributes:
+        atol: absolute part.
+        rtol: part of the largest logit magnitude of the row.
+        tie_rtol: gap, as part of the largest logit magnitude, under which two logits tie.
+        reason: where the numbers come from.
+    """
+
+    atol: float
+    rtol: float
+    tie_rtol: float
+    reason: str
+
+    def limit(self, row: Array) -> float:
+        """Largest allowed difference from the reference's logits `row` `[vocab_size]`."""
+        return self.atol + self.rtol * _magnitude(row)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """A different token where the reference's own choice was within rounding.
+
+    Attributes:
+        step: 0 is the first generated token.
+        reference_token: the reference's choice.
+        engine_token: the engine's choice.
+        gap: the reference's logit of its choice minus that of the engine's.
+        bound: the gap that is excused, `top2_gap_bound`.
+    """
+
+    step: int
+    reference_token: int
+    engine_token: int
+    gap: float
+    bound: float
+
+    @property
+    def excused(self) -> bool:
+        """Whether the gap is below the bound."""
+        return self.gap < self.bound
+
+    def __str__(self) -> str:
+        relation = "<" if self.excused else ">="
+        return (
+            f"step {self.step}: token {self.engine_token} instead of {self.reference_token}, "
+            f"gap {self.gap:.4g} {relation} bound {self.bound:.4g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceResult:
+    """What comparing one sequence found.
+
+    Attributes:
+        prompt_len: tokens of the prompt.
+        num_steps: generated tokens of the reference.
+        steps_compared: steps whose logits were compared; fewer after a different token.
+        worst_step: step where the difference is largest for its limit.
+        max_difference: max|d logits| of that step.
+        limit: largest allowed difference in that step.
+        token_difference: the first different token, if there is one.
+    """
+
+    prompt_len: int
+    num_steps: int
+    steps_compared: int
+    worst_step: int
+    max_difference: float
+    limit: float
+    token_difference: Tie | None
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether all tokens are equal."""
+        return self.token_difference is None
+
+    @property
+    def excused(self) -> bool:
+        """Whether a different token was excused as a tie."""
+        return self.token_difference is not None and self.token_difference.excused
+
+    @property
+    def passed(self) -> bool:
+        """Whether the sequence agrees: logits within limits, tokens equal or excused."""
+        return self.max_difference <= self.limit and (self.tokens_equal or self.excused)
+
+
+def tolerance_for(
+    spec: EngineSpec, *, atol: float | None = None, rtol: float | None = None
+) -> Tolerance:
+    """The project's tolerance for an engine, or the user's.
+
+    Args:
+        spec: the engine's activation and KV types choose the row of the table.
+        atol: instead of the table's; 0 where only `rtol` is given.
+        rtol: instead of the table's; 0 where only `atol` is given.
+
+    Raises:
+        ConfigError: a value is negative or not finite.
+        UnsupportedError: the table has no row for the engine.
+    """
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"`--{name}` must be 0 or positive, got {value}")
+    chosen = _tabled(spec.activation_dtype, spec.kv_cache_dtype)
+    if atol is None and rtol is None:
+        return chosen
+    return dataclasses.replace(
+        chosen, atol=atol or 0.0, rtol=rtol or 0.0, reason="given by `--atol` and `--rtol`"
+    )
+
+
+def top2_gap_bound(row: Array, tolerance: Tolerance) -> float:
+    """Gap between the two largest logits under which rounding may have chosen between them.
+
+    Each of two evaluations rounds both logits, last of all to the logits' type: 4 roundings
+    of at most one unit roundoff of the largest magnitude (2^-11 for float16, 2^-8 for
+    bfloat16; a quantised pool has the larger value of its row of the table).
+
+    Args:
+        row: the reference's logits `[vocab_size]`.
+        tolerance: the engine's row of the table.
+    """
+    return tolerance.tie_rtol * _magnitude(row)
+
+
+def compare_sequence(
+    reference: tuple[Array, Array],
+    engine: tuple[Array, Array],
+    *,
+    prompt_len: int,
+    tolerance: Tolerance,
+) -> SequenceResult:
+    """Compare one sequence step by step, up to the first different token.
+
+    Args:
+        reference: tokens `[num_steps]` and logits `[num_steps, vocab_size]`.
+        engine: likewise; a NaN anywhere in a compared row is a difference.
+        prompt_len: tokens of the prompt, for the report.
+        tolerance: what is allowed.
+    """
+    tokens, logits = reference
+    engine_tokens, engine_logits = engine
+    difference = first_token_difference(tokens, engine_tokens, logits, tolerance=tolerance)
+    compared = len(tokens) if difference is None else difference.step + 1
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN counts as infinitely far
+        distances = np.abs(engine_logits[:compared] - logits[:compared]).max(axis=-1)
+    distances = np.nan_to_num(distances, nan=np.inf, posinf=np.inf)
+    limits = np.array([tolerance.limit(row) for row in logits[:compared]])
+    # Strictly positive divisors keep a limit of 0 usable.
+    worst = int(np.argmax(distances / np.maximum(limits, np.finfo(np.float32).tiny)))
+    return SequenceResult(
+        prompt_len=prompt_len,
+        num_steps=len(tokens),
+        steps_compared=compared,
+        worst_step=worst,
+        max_difference=float(distances[worst]),
+        limit=float(limits[worst]),
+        token_difference=difference,
+    )
+
+
+def first_token_difference(
+    tokens: Array, engine_tokens: Array, logits: Array, *, tolerance: Tolerance
+) -> Tie | None:
+    """The first step where the engine chose another token than the reference.
+
+    Stricter than the gap of the reference's two largest logits: the gap is down to the token
+    that the engine chose, so that a near tie of two excuses no third token.
+    """
+    different = np.flatnonzero(tokens != engine_tokens)
+    if not len(different):
+        return None
+    step = int(different[0])
+    row = logits[step]
+    chosen, other = int(tokens[step]), int(engine_tokens[step])
+    return Tie(
+        step=step,
+        reference_token=chosen,
+        engine_token=other,
+        gap=float(row[chosen] - row[other]),
+        bound=top2_gap_bound(row, tolerance),
+    )
+
+
+def _magnitude(row: Array) -> float:
+    return float(np.abs(row).max())
+
+
+# KV type -> (logit tolerance, tie tolerance) as a part of the largest logit. Quantisation
+# moves keys and values by far more than a rounding of float16, in an engine that is right.
+_QUANTISED: Final = {
+    DType.FLOAT8: (0.15, 0.15, "3 bits of mantissa: keys and values move by up to 2^-4"),
+    DType.INT8: (0.05, 0.05, "8 bits per head: keys and values move by up to max / 254"),
+}
+LOGIT_ROUNDINGS: Final = 16
+"""Roundings of the largest logit by which two evaluations of one model may differ."""
+
+
+def _tabled(activation: DType, kv_cache: DType) -> Tolerance:
+    if kv_cache in _QUANTISED:
+        rtol, tie_rtol, why = _QUANTISED[kv_cache]
+        reason = f"a {kv_cache.value} pool cannot meet the float16 tolerance ({why})"
+        return Tolerance(atol=0.0, rtol=rtol, tie_rtol=tie_rtol, reason=reason)
+    # A bfloat16 pool under float16 activations rounds as coarsely as bfloat16 activations.
+    coarse = max((activation, kv_cache), key=lambda dtype: _UNIT_ROUNDOFF.get(dtype, 0.0))
+    if coarse not in _UNIT_ROUNDOFF:
+        raise UnsupportedError(
+            f"compare has no tolerance for {activation.value} activations and a "
+            f"{kv_cache.value} KV cache; pass `--atol` or `--rtol`"
+        )
+    unit = _UNIT_ROUNDOFF[coarse]
+    return Tolerance(
+        atol=0.0,
+        rtol=LOGIT_ROUNDINGS * unit,
+        tie_rtol=TIE_ROUNDINGS * unit,
+        reason=f"{LOGIT_ROUNDINGS} roundings of {coarse.value} of the largest logit",
+    )
