@@ -114,6 +114,10 @@ class KernelLaunchError(KernelError):
     """A kernel could not be launched."""
 
 
+class ExecutionError(PagedTrtError, RuntimeError):
+    """A model failed while it ran a step, or its logits are no numbers."""
+
+
 class PagesExhausted(PagedTrtError):  # noqa: N818 - the contract's name
     """The KV pool has too few free pages; nothing was changed.
 

@@ -124,6 +124,4 @@ def _rope(value: int, where: str) -> Rope:
     try:
         return Rope(value)
     except ValueError:
-        raise SpecMismatchError(
-            "rope", [rope.value for rope in Rope], value, where=where
-        ) from None
+        raise SpecMismatchError("rope", [rope.value for rope in Rope], value, where=where) from None

@@ -22,7 +22,6 @@ MODEL_FILE: Final = "model.onnx"
 MODEL_DATA_FILE: Final = "model.onnx.data"
 KV_SCALES_FILE: Final = "kv_scales.safetensors"
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
-_BLOCK_BYTES: Final = 2**20
 
 Sha256 = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
@@ -161,19 +160,15 @@ def file_record(path: Path) -> FileRecord:
     Raises:
         ManifestError: the file cannot be read.
     """
-    digest = hashlib.sha256()
-    size = 0
     try:
         with path.open("rb") as stream:
-            # hashlib.file_digest needs Python 3.11.
-            while block := stream.read(_BLOCK_BYTES):
-                digest.update(block)
-                size += len(block)
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            size = stream.tell()
     except OSError as error:
         raise ManifestError(
             f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
         ) from error
-    return FileRecord(sha256=digest.hexdigest(), size=size)
+    return FileRecord(sha256=digest, size=size)
 
 
 def check_file(directory: Path, name: str, record: FileRecord) -> None:

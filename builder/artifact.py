@@ -1,0 +1,140 @@
+"""The engine directory: written under a temporary name beside its place, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.manifest import (
+    KV_SCALES_FILE,
+    MANIFEST_FILE,
+    MODEL_DATA_FILE,
+    MODEL_FILE,
+    PLAN_FILE,
+    EngineManifest,
+    FileRecord,
+    file_record,
+)
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+"""Files beside a model that encode and decode its text and name its end token."""
+ENGINE_FILES: Final = (
+    MODEL_FILE,
+    MODEL_DATA_FILE,
+    PLAN_FILE,
+    KV_SCALES_FILE,
+    MANIFEST_FILE,
+    *TOKENIZER_FILES,
+)
+
+
+def require_target(target: Path, *, force: bool) -> None:
+    """Check that an engine directory may be written at `target`, before any work is done.
+
+    Raises:
+        ConfigError: something is there and `force` is off, or it is no engine directory.
+    """
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no directory; create it first")
+    if not target.exists() and not target.is_symlink():
+        return
+    if not force:
+        raise ConfigError(f"{target} exists; pass `--force` to replace it, or another `-o`")
+    # A typing slip must not delete somebody's files: only our own directory is replaced.
+    strangers = (
+        sorted(path.name for path in target.iterdir() if path.name not in ENGINE_FILES)
+        if target.is_dir() and not target.is_symlink()
+        else [target.name]
+    )
+    if strangers:
+        raise ConfigError(
+            f"{target} is no engine directory (it holds `{strangers[0]}`); "
+            "`--force` replaces engine directories only"
+        )
+
+
+@contextlib.contextmanager
+def staged_directory(target: Path) -> Iterator[Path]:
+    """Yield a fresh directory beside `target` that takes its place when the block ends.
+
+    On any exception, Ctrl-C included, the fresh directory is removed and `target` stays.
+    """
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        for path in staging.iterdir():
+            _flush(path)
+        _replace(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _replace(staging: Path, target: Path) -> None:
+    if not target.exists():
+        staging.rename(target)
+        return
+    # A directory cannot be renamed over a full one: the old one steps aside first.
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.rename(aside / target.name)
+    try:
+        staging.rename(target)
+    except BaseException:
+        (aside / target.name).rename(target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def tokenizer_sources(tokenizer: Path | None, model: Path) -> list[Path]:
+    """Files that travel with the engine so that it can read and write text.
+
+    Args:
+        tokenizer: a directory or a `tokenizer.json`; None looks beside `model`.
+        model: the source model.
+
+    Raises:
+        ConfigError: `tokenizer` is given and holds no `tokenizer.json`.
+    """
+    folder = model.parent if tokenizer is None else tokenizer
+    if folder.is_file():
+        folder = folder.parent
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if tokenizer is not None and folder / TOKENIZER_FILES[0] not in found:
+        raise ConfigError(
+            f"{tokenizer} holds no `tokenizer.json`; pass the folder that a tokenizer was saved to"
+        )
+    return found
+
+
+def file_records(staging: Path) -> dict[str, FileRecord]:
+    """Hashes of every file of a staged engine directory but the manifest."""
+    return {
+        path.name: file_record(path)
+        for path in sorted(staging.iterdir())
+        if path.name != MANIFEST_FILE
+    }
+
+
+def write_manifest(staging: Path, manifest: EngineManifest) -> None:
+    """Write `manifest.json` into a staged directory, as its last file."""
+    (staging / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")

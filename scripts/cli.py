@@ -1,0 +1,112 @@
+"""The `paged-trt` command: one file per subcommand, errors to exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+
+from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
+
+COMMANDS = ("build", "inspect", "run", "compare", "bench")
+EXIT_USAGE = 2
+EXIT_INPUT_OUTPUT = 3
+EXIT_INTERRUPTED = 130
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand's module only when it is named: `--help` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the subcommands, in the order of a user's work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command object `command` of `paged_trt.scripts.<name>`."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"paged_trt.scripts.{cmd_name}")
+        command = module.command
+        assert isinstance(command, click.Command)  # noqa: S101 - ours, not the user's
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("paged-trt"), prog_name="paged-trt")
+def cli() -> None:
+    """Paged attention inside a TensorRT engine: build, inspect, run and compare.
+
+    \b
+    Example:
+      paged-trt build model.onnx -o engine --max-batch-size 4 \\
+          --max-input-len 512 --max-kv-cache-capacity 1024
+      paged-trt run engine --prompt "The capital of France is"
+    """
+
+
+def configure_logging(level: str) -> None:
+    """Send the log to standard error, so that standard output stays data."""
+    handler = RichHandler(
+        console=Console(stderr=True), show_time=False, show_path=False, markup=False
+    )
+    logging.basicConfig(level=level, handlers=[handler], format="%(message)s", force=True)
+
+
+def _log_level() -> str:
+    level = os.environ.get("PAGED_TRT_LOG", "WARNING").upper()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"PAGED_TRT_LOG must be one of {', '.join(LOG_LEVELS)}, got `{level}`")
+    return level
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: words after the program's name; those of the process when None.
+
+    Returns:
+        Exit code: 0 ok, 1 a comparison failed, 2 usage, configuration or rewrite, 3 build,
+        kernel or out of pages, 4 manifest or mismatch, 130 interrupted.
+    """
+    try:
+        configure_logging(_log_level())
+        result = cli.main(arguments, prog_name="paged-trt", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.Abort:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
+    except BuildCancelledError as error:
+        code = _fail(str(error), error.exit_code)
+        # TensorRT-RTX corrupts its heap when a build is cancelled: no destructor may run.
+        sys.stderr.flush()
+        os._exit(code)
+    except PagedTrtError as error:
+        return _fail(str(error), error.exit_code, cause=error.__cause__)
+    except OSError as error:
+        return _fail(str(error), EXIT_INPUT_OUTPUT)
+    except MemoryError:
+        return _fail("out of host memory; use a smaller model or pool", EXIT_INPUT_OUTPUT)
+
+
+def _fail(message: str, code: int, *, cause: BaseException | None = None) -> int:
+    click.echo(f"paged-trt: error: {message}", err=True)
+    if isinstance(cause, PagedTrtError):
+        click.echo(f"  because: {cause}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
