@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import UnsupportedError
-from paged_trt.runtime.dense_signature import CachePort, DenseSignature, read_signature
+from paged_trt.runtime.dense_signature import CachePort, DenseSignature
 
 Array = npt.NDArray[Any]
 
@@ -83,9 +83,7 @@ def open_session(model: Path | bytes) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # warnings about unused initializers are not the user's
     try:
-        return onnxruntime.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"]
-        )
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common public base
         raise UnsupportedError(f"onnxruntime cannot run {model!r} on a CPU: {error}") from error
 

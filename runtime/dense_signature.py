@@ -18,7 +18,7 @@ from paged_trt.plugins.errors import ConfigError, UnsupportedError
 
 FLOAT_TYPES: Final = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 # Operator -> (input, output) positions of the caches that it extends.
-_CACHE_PORTS: Final = {
+_CACHE_PORTS: Final[dict[str, tuple[tuple[int, int], ...]]] = {
     "Attention": ((4, 1), (5, 2)),
     "GroupQueryAttention": ((3, 1), (4, 2)),
 }

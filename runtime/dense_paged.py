@@ -1,0 +1,224 @@
+"""A model that already holds PagedAttention nodes, decoded in onnxruntime as a reference.
+
+One sequence on identity pages (page i of the table is page i of the pool), with none of the
+runtime's registry, page tables or scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import SequenceError, UnsupportedError
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, pages_for_tokens
+from paged_trt.plugins.manifest import KV_SCALES_FILE
+from paged_trt.plugins.reference import DOMAIN, OP_TYPE, paged_attention_function
+from paged_trt.plugins.tensors import INPUT_IDS, LOGITS, POSITION_IDS
+
+Array = npt.NDArray[Any]
+
+# Positions of the op's inputs and outputs, in the order of the contract.
+_POOL_INPUTS, _POOL_OUTPUTS = (3, 4), (1, 2)
+_PAGE_TABLE, _QUERY_START_OFFSETS, _PAST_LENS, _KV_SCALES = 5, 6, 7, 9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSignature:
+    """Names of the inputs and outputs of a paged model.
+
+    Attributes:
+        page_table: `[num_seqs, table_width]` int32.
+        query_start_offsets: `[num_seqs + 1]` int32.
+        past_lens: `[num_seqs]` int32.
+        pools: pool input -> (pool output, shape, dtype).
+        scales: inputs of per-head scales, `[2, num_kv_heads]` float32.
+        reads_position_ids: whether the model has `position_ids`.
+    """
+
+    page_table: str
+    query_start_offsets: str
+    past_lens: str
+    pools: dict[str, tuple[str, tuple[int, ...], DType]]
+    scales: tuple[str, ...]
+    reads_position_ids: bool
+
+
+def paged_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The PagedAttention nodes of a model; empty for a dense one."""
+    return [node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, OP_TYPE)]
+
+
+def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
+    """Find the step inputs and pools of a paged model from its nodes.
+
+    Raises:
+        UnsupportedError: a pool is no input of a fixed shape, or an input has no known meaning.
+    """
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    nodes = paged_nodes(model)
+    pools = {}
+    for node in nodes:
+        for source, target in zip(_POOL_INPUTS, _POOL_OUTPUTS, strict=True):
+            name = node.input[source]
+            dims = [dim.dim_value for dim in inputs[name].shape.dim] if name in inputs else []
+            if len(dims) != 4 or not all(dims):
+                raise UnsupportedError(
+                    f"pool `{name}` of `{node.name}` must be an input of 4 fixed dims, found "
+                    f"{dims}; pass the dense model that the engine was built from instead"
+                )
+            dtype = DType.from_onnx(inputs[name].elem_type)
+            pools[name] = (node.output[target], tuple(dims), dtype)
+    first = nodes[0].input
+    scales = tuple(node.input[_KV_SCALES] for node in nodes if node.input[_KV_SCALES] in inputs)
+    known = {INPUT_IDS, POSITION_IDS, *pools, *scales}
+    known |= {first[_PAGE_TABLE], first[_QUERY_START_OFFSETS], first[_PAST_LENS]}
+    for name in inputs:
+        if name not in known:
+            raise UnsupportedError(
+                f"compare does not know what to feed to input `{name}` of a paged model; "
+                "pass the dense model that the engine was built from instead"
+            )
+    return PagedSignature(
+        page_table=first[_PAGE_TABLE],
+        query_start_offsets=first[_QUERY_START_OFFSETS],
+        past_lens=first[_PAST_LENS],
+        pools=pools,
+        scales=scales,
+        reads_position_ids=POSITION_IDS in inputs,
+    )
+
+
+def add_missing_functions(model: onnx.ModelProto) -> bool:
+    """Give PagedAttention nodes whose function the model lacks the project's own.
+
+    Returns:
+        Whether the model was changed.
+    """
+    present = {(each.domain, each.name, each.overload) for each in model.functions}
+    inputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    changed = False
+    for node in paged_nodes(model):
+        if (DOMAIN, OP_TYPE, node.overload) in present:
+            continue
+        function = paged_attention_function(DType.from_onnx(inputs[node.input[_POOL_INPUTS[0]]]))
+        node.overload = function.overload
+        if (DOMAIN, OP_TYPE, node.overload) not in present:
+            model.functions.append(function)
+            present.add((DOMAIN, OP_TYPE, node.overload))
+        changed = True
+    return changed
+
+
+def load_scales(folder: Path, signature: PagedSignature) -> dict[str, Array]:
+    """Scales of a quantised pool, from the file beside the model.
+
+    Raises:
+        UnsupportedError: the model needs scales and the file does not hold them.
+    """
+    if not signature.scales:
+        return {}
+    # Imported here: only quantised pools have such a file.
+    from safetensors.numpy import load_file
+
+    path = folder / KV_SCALES_FILE
+    scales: dict[str, Array] = load_file(path) if path.is_file() else {}
+    for name in signature.scales:
+        if name not in scales:
+            raise UnsupportedError(
+                f"the model needs the scales `{name}` and {path} does not hold them; "
+                "pass the dense model that the engine was built from instead"
+            )
+    return {name: scales[name] for name in signature.scales}
+
+
+class IdentityPagesDecoder:
+    """A decoder of one sequence whose pages are the first of the pool, in order.
+
+    Args:
+        session: onnxruntime session of the paged model.
+        signature: what its inputs and outputs mean.
+        scales: scales input -> `[2, num_kv_heads]` float32.
+        notes: what a report must say about it.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        signature: PagedSignature,
+        *,
+        scales: dict[str, Array],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._session = session
+        self._signature = signature
+        self._scales = scales
+        self._notes = (*notes, "the model holds PagedAttention nodes: run on identity pages")
+        self.start()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report must say about this decoder."""
+        return self._notes
+
+    def start(self) -> None:
+        """Forget the sequence; the pools are zero again."""
+        self._past_len = 0
+        self._pools = {
+            name: _zeros(shape, dtype) for name, (_, shape, dtype) in self._signature.pools.items()
+        }
+
+    def step(self, token_ids: Array) -> Array:
+        """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
+        names = [output for output, _, _ in self._signature.pools.values()]
+        logits, *pools = self._session.run_with_ort_values([LOGITS, *names], self._feeds(token_ids))
+        self._pools = dict(zip(self._signature.pools, pools, strict=True))
+        self._past_len += len(token_ids)
+        rows = logits.numpy()
+        return np.asarray(rows.reshape(-1, rows.shape[-1])[-1])
+
+    def _feeds(self, token_ids: Array) -> dict[str, Any]:
+        signature = self._signature
+        total = self._past_len + len(token_ids)
+        step_inputs = {
+            signature.page_table: self._page_table(total),
+            signature.query_start_offsets: np.array([0, len(token_ids)], np.int32),
+            signature.past_lens: np.array([self._past_len], np.int32),
+            INPUT_IDS: token_ids[None],
+            **self._scales,
+        }
+        if signature.reads_position_ids:
+            step_inputs[POSITION_IDS] = np.arange(self._past_len, total)[None]
+        return {**{name: _value(each) for name, each in step_inputs.items()}, **self._pools}
+
+    def _page_table(self, total: int) -> Array:
+        width = pages_for_tokens(total)
+        available = min(shape[0] for _, shape, _ in self._signature.pools.values())
+        if width > available:
+            raise SequenceError(
+                f"{total} tokens need {width} pages and the pools of the model have {available}; "
+                "lower `--prompt-lens` or `--new-tokens`"
+            )
+        # One column more than is used: an unused entry must not matter.
+        table = np.full((1, width + 1), UNUSED_PAGE_ENTRY, np.int32)
+        table[0, :width] = np.arange(width)
+        return table
+
+
+def _value(array: Array) -> Any:
+    import onnxruntime
+
+    return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+
+
+def _zeros(shape: tuple[int, ...], dtype: DType) -> Any:
+    # Raw bytes: onnxruntime takes no NumPy array of bfloat16 or float8.
+    import onnxruntime
+
+    raw = np.zeros(shape, f"u{dtype.itemsize}")
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, dtype.onnx)
