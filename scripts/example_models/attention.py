@@ -63,9 +63,7 @@ class OnnxAttention:
         mean = writer.op(
             "ReduceMean", [square, writer.integers([-1])], f"{scope}/ReduceMean", {"keepdims": 1}
         )
-        root = writer.op(
-            "Sqrt", [writer.op("Add", [mean, small], f"{scope}/Add")], f"{scope}/Sqrt"
-        )
+        root = writer.op("Sqrt", [writer.op("Add", [mean, small], f"{scope}/Add")], f"{scope}/Sqrt")
         factor = writer.op("Reciprocal", [root], f"{scope}/Reciprocal")
         normed = writer.op("Mul", [wide, factor], f"{scope}/Mul")
         normed = writer.op("Cast", [normed], f"{scope}/Cast_1", {"to": writer.element_type})
@@ -200,9 +198,7 @@ class OnnxAttention:
             return writer.op("Unsqueeze", [padding, writer.integers([1, 2])], f"{scope}/Unsqueeze")
         # torch exports the indexing `attention_mask[batch_index, key_index]`.
         size = writer.op("Squeeze", [self._batch], f"{scope}/Squeeze")
-        rows = writer.op(
-            "Range", [writer.integers(0), size, writer.integers(1)], f"{scope}/Range"
-        )
+        rows = writer.op("Range", [writer.integers(0), size, writer.integers(1)], f"{scope}/Range")
         rows = writer.op("Unsqueeze", [rows, writer.integers([1, 2, 3])], f"{scope}/Unsqueeze")
         shape = writer.op(
             "Concat",

@@ -73,12 +73,10 @@ class GgufLlama(Mapping[str, FloatArray]):
             raise ConfigError(f"`{path}` is no readable GGUF file ({error}); check it") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.field("general.architecture")
-        if architecture != "llama" or "rope_freqs.weight" in self._tensors:
-            raise UnsupportedError(
-                f"`{path}` is a `{architecture}` or scales its rotary embedding; "
-                "pass a GGUF of architecture `llama` with plain rotary embedding"
-            )
+        if architecture != "llama":
+            raise UnsupportedError(f"`{path}` is a `{architecture}`; pass a GGUF of a `llama`")
         self.config = self._read_config()
+        self._refuse_extras()
 
     def field(self, name: str, default: Any = None) -> Any:
         """A metadata entry of the file, or `default`."""
@@ -93,6 +91,10 @@ class GgufLlama(Mapping[str, FloatArray]):
         if name.endswith("k_proj.weight"):
             return half_split_rows(array, self.config.num_kv_heads)
         return array
+
+    def __contains__(self, name: object) -> bool:
+        # The inherited method would dequantise the weight to find out.
+        return name in self.config.weight_shapes() and _gguf_name(str(name)) in self._tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.config.weight_shapes())
@@ -118,12 +120,21 @@ class GgufLlama(Mapping[str, FloatArray]):
             tokens=tokens,
             merges=self.field("tokenizer.ggml.merges"),
             special=[
-                token
-                for token, each in zip(tokens, kinds, strict=True)
-                if each == _CONTROL_TOKEN
+                token for token, each in zip(tokens, kinds, strict=True) if each == _CONTROL_TOKEN
             ],
             chat_template=self.field("tokenizer.chat_template"),
         )
+
+    def _refuse_extras(self) -> None:
+        """Refuses biases, experts and scaled rotary embedding instead of dropping them."""
+        unknown = self._tensors.keys() - {_gguf_name(name) for name in self}
+        scaling = self.field("llama.rope.scaling.type", "none")
+        if unknown or scaling != "none":
+            what = f"tensor `{min(unknown)}`" if unknown else f"rotary scaling `{scaling}`"
+            raise UnsupportedError(
+                f"{what} is no part of a plain Llama; pass a GGUF without biases, experts and "
+                "rotary scaling"
+            )
 
     def _read_config(self) -> LlamaConfig:
         def number(name: str) -> Any:

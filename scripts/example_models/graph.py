@@ -131,14 +131,20 @@ class GraphWriter:
         name = name or names[0]
         if name in self.graph.initializers:
             return self.graph.initializers[name]
+        for each in names:
+            if each not in self._weights:
+                raise ConfigError(f"weight `{each}` is missing; pass all of `weight_shapes()`")
         shapes = [self.config.weight_shapes()[each] for each in names]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:])
 
-        def load() -> ir.Tensor:
+        def load() -> ir.TensorProtocol:
             array = np.concatenate([self._checked(each) for each in names])
             array = array.astype(self.dtype.numpy)
             return ir.tensor(np.ascontiguousarray(array.T if transposed else array), name=name)
 
+        if len(shape) == 1:
+            # Small, and shape inference reads it: an error in it must not come from there.
+            return self._register(name, load())
         tensor = ir.LazyTensor(
             load,
             dtype=self.element_type,
@@ -148,8 +154,6 @@ class GraphWriter:
         return self._register(name, tensor)
 
     def _checked(self, name: str) -> FloatArray:
-        if name not in self._weights:
-            raise ConfigError(f"weight `{name}` is missing; pass all of `weight_shapes()`")
         array, shape = self._weights[name], self.config.weight_shapes()[name]
         if array.shape != shape:
             raise ConfigError(
@@ -162,7 +166,7 @@ class GraphWriter:
         value = ir.Value(
             name=name,
             type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(tensor.shape),
+            shape=ir.Shape(tensor.shape.numpy()),
             const_value=tensor,
         )
         self.graph.register_initializer(value)

@@ -31,9 +31,7 @@ class GroupQueryAttention:
         last = writer.op("Sub", [total, writer.integers([1])], f"{scope}/Sub")
         self._last_index = writer.op("Cast", [last], f"{scope}/Sub/Cast", to_int32)
         shape = writer.op("Shape", [mask], f"{scope}/Shape")
-        longest = writer.op(
-            "Gather", [shape, writer.integers(1)], f"{scope}/Gather", {"axis": 0}
-        )
+        longest = writer.op("Gather", [shape, writer.integers(1)], f"{scope}/Gather", {"axis": 0})
         self._total_length = writer.op("Cast", [longest], f"{scope}/Gather/Cast", to_int32)
 
     def add_and_norm(

@@ -63,7 +63,12 @@ def make_llama(
     _declare_inputs(writer)
     presents, logits = _write_decoder(writer)
     writer.add_output(logits, "logits", ["batch_size", "sequence_length", config.vocab_size])
-    cache = ["batch_size", config.num_kv_heads, "total_sequence_length", config.head_dim]
+    cache: list[int | str] = [
+        "batch_size",
+        config.num_kv_heads,
+        "total_sequence_length",
+        config.head_dim,
+    ]
     for layer, present in enumerate(presents):
         for part, value in zip(("key", "value"), present, strict=True):
             writer.add_output(value, f"present.{layer}.{part}", cache)
@@ -82,7 +87,12 @@ def _declare_inputs(writer: GraphWriter) -> None:
     if writer.dialect.has_position_ids:
         writer.add_input("position_ids", tokens, ir.DataType.INT64)
     config = writer.config
-    cache = ["batch_size", config.num_kv_heads, "past_sequence_length", config.head_dim]
+    cache: list[int | str] = [
+        "batch_size",
+        config.num_kv_heads,
+        "past_sequence_length",
+        config.head_dim,
+    ]
     for layer in range(config.num_layers):
         for part in ("key", "value"):
             writer.add_input(f"past_key_values.{layer}.{part}", cache, writer.element_type)
@@ -113,9 +123,7 @@ def _write_decoder(writer: GraphWriter) -> tuple[list[tuple[ir.Value, ir.Value]]
             scope=f"{scope}/post_attention_layernorm",
         )
         branch = _write_mlp(writer, layer, normed)
-    _, normed = style.add_and_norm(
-        hidden, branch, weight="model.norm.weight", scope="/model/norm"
-    )
+    _, normed = style.add_and_norm(hidden, branch, weight="model.norm.weight", scope="/model/norm")
     return presents, _write_head(writer, normed)
 
 

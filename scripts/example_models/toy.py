@@ -72,9 +72,7 @@ def write_toy(
     tokens = [*byte_alphabet(), BOS_TOKEN, EOS_TOKEN]
     tokens += [f"<unused_{index}>" for index in range(len(tokens), config.vocab_size)]
     special = [BOS_TOKEN, EOS_TOKEN]
-    write_tokenizer(
-        path / "tokenizer.json", tokens, [], special=special, individual_digits=False
-    )
+    write_tokenizer(path / "tokenizer.json", tokens, [], special=special, individual_digits=False)
     named = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
     write_configs(path, config, tokens=named, chat_template=None)
     return config
