@@ -1,0 +1,128 @@
+// Argument blocks of the kernels, passed by value: one struct per path.
+//
+// Mirrored by launch/args.py; a test compiles the proof that sizes and offsets agree. Change
+// both together. T token rows, N sequence rows, M page-table width; Hq query heads, Hkv key
+// heads, D and Dv elements of a key and a value head.
+#pragma once
+
+// NVRTC has no <cstdint>, and its built-in names differ between versions.
+namespace paged_trt {
+
+using int32_t = int;
+using int64_t = long long;
+static_assert(sizeof(int32_t) == 4 && sizeof(int64_t) == 8, "sizes of the integer types");
+
+// Rotate, quantise and write the new keys and values of a step.
+struct AppendArgs {
+  const void* key;  // [T, Hkv, D]
+  const void* value;  // [T, Hkv, Dv]
+  void* key_pool;  // [num_pages, Hkv, 128, D]
+  void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* kv_scales;  // [2, Hkv], keys before values
+  int64_t key_token_stride;  // elements
+  int64_t value_token_stride;  // elements
+  int32_t num_tokens;  // T
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rotary_dim;  // 0 without rope
+};
+
+// Attend one token per sequence, all keys in one block.
+struct DecodeDirectArgs {
+  const void* query;  // [T, Hq, D]
+  const void* key_pool;  // [num_pages, Hkv, 128, D]
+  const void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* kv_scales;  // [2, Hkv], keys before values
+  const float* sinks;  // [Hq]
+  void* output;  // [T, Hq, Dv]
+  int64_t query_token_stride;  // elements
+  int64_t output_token_stride;  // elements
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rotary_dim;  // 0 without rope
+  int32_t window;  // -1: all keys
+  float softmax_scale;
+  float softcap;  // 0: off
+};
+
+// Attend one partition of the keys of one token per sequence.
+struct DecodeSplitArgs {
+  const void* query;  // [T, Hq, D]
+  const void* key_pool;  // [num_pages, Hkv, 128, D]
+  const void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* kv_scales;  // [2, Hkv], keys before values
+  float* partial_output;  // [N, Hq, num_partitions, Dv]
+  float* partial_lse;  // [N, Hq, num_partitions]
+  int64_t query_token_stride;  // elements
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rotary_dim;  // 0 without rope
+  int32_t window;  // -1: all keys
+  float softmax_scale;
+  float softcap;  // 0: off
+  int32_t partition_tokens;  // multiple of 128
+  int32_t threshold_tokens;  // no more keys than this: one partition
+  int32_t num_partitions;
+};
+
+// Merge the partitions of a split decode, sink included.
+struct MergeArgs {
+  const float* partial_output;  // [N, Hq, num_partitions, Dv]
+  const float* partial_lse;  // [N, Hq, num_partitions]
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* sinks;  // [Hq]
+  void* output;  // [T, Hq, Dv]
+  int64_t output_token_stride;  // elements
+  int32_t num_seqs;  // N
+  int32_t num_q_heads;  // Hq
+  int32_t window;  // -1: all keys
+  int32_t partition_tokens;  // multiple of 128
+  int32_t threshold_tokens;  // no more keys than this: one partition
+  int32_t num_partitions;
+};
+
+// Attend packed ragged tokens; the keys of the step are in the pool already.
+struct PrefillArgs {
+  const void* query;  // [T, Hq, D]
+  const void* key_pool;  // [num_pages, Hkv, 128, D]
+  const void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* kv_scales;  // [2, Hkv], keys before values
+  const float* sinks;  // [Hq]
+  void* output;  // [T, Hq, Dv]
+  int64_t query_token_stride;  // elements
+  int64_t output_token_stride;  // elements
+  int32_t num_tokens;  // T
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rotary_dim;  // 0 without rope
+  int32_t window;  // -1: all keys
+  float softmax_scale;
+  float softcap;  // 0: off
+};
+
+}  // namespace paged_trt

@@ -1,0 +1,173 @@
+"""Argument blocks of the kernels: one struct per path, passed by value.
+
+Each mirrors the struct of the same name in `kernels/launch_args.cuh`; a test compiles the
+proof that sizes and offsets agree. One struct per path, because in a shared one a field that
+one path needs could sit silently at zero on another. Strides and counts of elements are
+64-bit: a pool passes 2^31 elements. Sizes of a step (T, N, M) and page ids are int32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+Pointer = ctypes.c_uint64
+"""Device address."""
+
+
+class AppendArgs(ctypes.Structure):
+    """Rotate, quantise and write the new keys and values of a step."""
+
+    _fields_ = (
+        ("key", Pointer),
+        ("value", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("key_token_stride", ctypes.c_int64),
+        ("value_token_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+    )
+
+
+class DecodeDirectArgs(ctypes.Structure):
+    """Attend one token per sequence, all keys in one block."""
+
+    _fields_ = (
+        ("query", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class DecodeSplitArgs(ctypes.Structure):
+    """Attend one partition of the keys of one token per sequence.
+
+    `partial_output` is `[N, Hq, num_partitions, Dv]` and `partial_lse`, the log of the sum of
+    exponentials, `[N, Hq, num_partitions]`, both float32 in the workspace. Sinks come in when
+    the partitions are merged.
+    """
+
+    _fields_ = (
+        ("query", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("partial_output", Pointer),
+        ("partial_lse", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("partition_tokens", ctypes.c_int32),
+        ("threshold_tokens", ctypes.c_int32),
+        ("num_partitions", ctypes.c_int32),
+    )
+
+
+class MergeArgs(ctypes.Structure):
+    """Merge the partitions of a split decode, sink included."""
+
+    _fields_ = (
+        ("partial_output", Pointer),
+        ("partial_lse", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("num_q_heads", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("partition_tokens", ctypes.c_int32),
+        ("threshold_tokens", ctypes.c_int32),
+        ("num_partitions", ctypes.c_int32),
+    )
+
+
+class PrefillArgs(ctypes.Structure):
+    """Attend packed ragged tokens; the keys of the step are in the pool already."""
+
+    _fields_ = (
+        ("query", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+ARGUMENT_STRUCTS: Final = (AppendArgs, DecodeDirectArgs, DecodeSplitArgs, MergeArgs, PrefillArgs)
+
+
+def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS) -> str:
+    """CUDA source that compiles only where the header agrees with `structs`.
+
+    It checks the size of each struct, and offset and size of each field.
+    """
+    lines = ['#include "launch_args.cuh"']
+    for struct in structs:
+        name = f"paged_trt::{struct.__name__}"
+        lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')
+        for field, *_ in struct._fields_:
+            member = getattr(struct, field)
+            text = f"{name}.{field}"
+            lines.append(
+                f"static_assert(__builtin_offsetof({name}, {field}) == {member.offset}, "
+                f'"{text}");'
+            )
+            lines.append(
+                f'static_assert(sizeof((({name}*)0)->{field}) == {member.size}, "{text}");'
+            )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,87 @@
+"""How the attention of one decode step is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Final
+
+from paged_trt.plugins.errors import ConfigError, KvPoolError
+from paged_trt.plugins.kv import TOKENS_PER_PAGE, pages_per_slot
+
+AUTO: Final = "auto"
+"""Text of `--attention-plan` that leaves the choice to the planner."""
+_USAGE: Final = "`auto`, `direct` or `split:TOKENS[:THRESHOLD]`, such as `split:512`"
+
+
+class PlanSource(enum.Enum):
+    """Who chose a plan; an earlier member wins over a later one."""
+
+    EXPLICIT = "explicit"
+    TUNED = "tuned"
+    HEURISTIC = "heuristic"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Direct:
+    """One thread block reads all keys of a (sequence, key head)."""
+
+    def __str__(self) -> str:
+        return "direct"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplitKv:
+    """Partitions of the keys are attended in parallel and merged.
+
+    Attributes:
+        partition_tokens: keys of one partition, a multiple of TOKENS_PER_PAGE, so that a page
+            is never shared by two partitions.
+        threshold_tokens: a sequence with no more keys than this stays in one partition.
+
+    Raises:
+        ConfigError: `partition_tokens` is no multiple of a page, or the threshold is negative.
+    """
+
+    partition_tokens: int
+    threshold_tokens: int
+
+    def __post_init__(self) -> None:
+        try:
+            pages_per_slot(self.partition_tokens)
+        except KvPoolError:
+            raise ConfigError(
+                f"partition_tokens must be a positive multiple of {TOKENS_PER_PAGE}, "
+                f"got {self.partition_tokens}"
+            ) from None
+        if self.threshold_tokens < 0:
+            raise ConfigError(f"threshold_tokens must be 0 or more, got {self.threshold_tokens}")
+
+    def __str__(self) -> str:
+        return f"split:{self.partition_tokens}:{self.threshold_tokens}"
+
+
+AttentionPlan = Direct | SplitKv
+
+
+def parse_attention_plan(text: str) -> AttentionPlan | None:
+    """Plan of an `--attention-plan` text; None for `auto`.
+
+    A split without a threshold splits every sequence that is longer than one partition.
+
+    Raises:
+        ConfigError: the text names no plan.
+    """
+    if text == AUTO:
+        return None
+    if text == "direct":
+        return Direct()
+    kind, *numbers = text.split(":")
+    if kind != "split" or not 1 <= len(numbers) <= 2 or not all(map(_is_number, numbers)):
+        raise ConfigError(f"`{text}` is no attention plan; use {_USAGE}")
+    partition, threshold = int(numbers[0]), int(numbers[-1])
+    return SplitKv(partition_tokens=partition, threshold_tokens=threshold)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

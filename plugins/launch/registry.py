@@ -1,0 +1,87 @@
+"""Which kernels exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, NoReturn, Protocol
+
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import KernelLaunchError
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+
+
+class KernelPath(enum.Enum):
+    """One kind of kernel; each has its own argument struct in `args`."""
+
+    APPEND = "append"
+    DECODE_DIRECT = "decode_direct"
+    DECODE_SPLIT = "decode_split"
+    MERGE = "merge"
+    PREFILL = "prefill"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKey:
+    """What a kernel is compiled for.
+
+    Attributes:
+        path: kind of kernel.
+        arch: architecture, such as `sm_90`.
+        activation_dtype: type of query, key, value and output.
+        kv_cache_dtype: type of both pools.
+        head_dim: elements of a key head.
+        value_head_dim: elements of a value head.
+        group_size: query heads that share a key head.
+    """
+
+    path: KernelPath
+    arch: str | None
+    activation_dtype: DType
+    kv_cache_dtype: DType
+    head_dim: int
+    value_head_dim: int
+    group_size: int
+
+    @classmethod
+    def of(cls, path: KernelPath, request: AttentionPlanRequest) -> KernelKey:
+        """Key of the kernel that serves `request` on `path`."""
+        attention = request.attention
+        return cls(
+            path=path,
+            arch=request.arch,
+            activation_dtype=request.activation_dtype,
+            kv_cache_dtype=request.kv_cache_dtype,
+            head_dim=attention.head_dim,
+            value_head_dim=attention.value_head_dim,
+            group_size=attention.group_size,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path.value} {self.activation_dtype.value} -> {self.kv_cache_dtype.value}, "
+            f"head_dim {self.head_dim}, value_head_dim {self.value_head_dim}, "
+            f"group_size {self.group_size}, {self.arch or 'any device'}"
+        )
+
+
+class KernelRegistry(Protocol):
+    """Finds compiled kernels."""
+
+    def find(self, key: KernelKey) -> Any:
+        """The kernel of `key`, compiled and loaded.
+
+        Raises:
+            KernelLaunchError: there is none; the message names the key.
+        """
+
+
+class EmptyRegistry:
+    """A registry without kernels."""
+
+    def find(self, key: KernelKey) -> NoReturn:
+        """Refuse every key."""
+        raise KernelLaunchError(
+            f"no kernel for {key}; this version has no device kernels, run the model with the "
+            "reference executor"
+        )
