@@ -15,8 +15,10 @@ from paged_trt.plugins.tensors import EngineSpec
 class StepInputs:
     """Host arrays of one step: T token rows, N sequence rows, page-table width M.
 
-    The runtime has validated them: every page id on a needed position is in the pool, every
-    sequence fits its row, `query_start_offsets` is non-decreasing from 0 to at most T.
+    The arrays are views of buffers that the next step overwrites: an executor copies what
+    it keeps. The runtime has validated them: every page id on a needed position is in the
+    pool, every sequence fits its row, `query_start_offsets` is non-decreasing from 0 to at
+    most T.
 
     Attributes:
         input_ids: `[T]` int64.
@@ -55,12 +57,20 @@ class Executor(Protocol):
         """What a report must say about this executor, such as an upcast of bfloat16."""
         ...
 
+    @property
+    def bucketed_shapes(self) -> bool:
+        """Whether N and M come from the fixed bucket lists; otherwise they are exact."""
+        ...
+
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Append keys and values of T tokens to the pools, attend, and return logits.
 
         Returns:
             `[N, vocab_size]`, the last token of each sequence row, under LogitsMode.LAST, or
             `[T, vocab_size]` under LogitsMode.ALL; float16 or float32 (bfloat16 is upcast).
+
+        Raises:
+            ExecutionError: the model failed.
         """
         ...
 

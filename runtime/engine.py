@@ -1,0 +1,88 @@
+"""Opens an engine directory: manifest first, hashes next, only then what they cover."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.plugins.manifest import (
+    KV_SCALES_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    EngineManifest,
+    check_files,
+    read_manifest,
+)
+from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.reference_executor import ReferenceExecutor
+
+EXECUTORS: Final = ("auto", "tensorrt", "reference")
+"""Values of `--executor`."""
+_NO_TENSORRT: Final = "this version of paged-trt does not run TensorRT plans yet"
+_LOG: Final = logging.getLogger("paged_trt")
+
+
+def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
+    """Open an engine directory.
+
+    Args:
+        directory: what `paged-trt build` wrote.
+        executor: `tensorrt` runs the plan, `reference` runs `model.onnx` on a CPU, `auto`
+            takes the first that can run; a fall back to the reference is logged as a
+            warning and is one of the executor's notes.
+
+    Raises:
+        ConfigError: there is no executor of that name.
+        ManifestError: the manifest or a file that it describes is missing or another one;
+            no other file was interpreted.
+        SpecMismatchError: the manifest or the model disagrees with its spec.
+        UnsupportedError: the executor cannot run here, or the directory has no model for it.
+    """
+    if executor not in EXECUTORS:
+        raise ConfigError(f"`{executor}` is no executor; choose one of {', '.join(EXECUTORS)}")
+    folder = Path(directory)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    if executor == "tensorrt":
+        raise UnsupportedError(f"{_NO_TENSORRT}; pass `--executor reference`")
+    notes: tuple[str, ...] = ()
+    if executor == "auto":
+        notes = (f"{_NO_TENSORRT}: the reference executor runs the model on the CPU",)
+        _LOG.warning("%s", notes[0])
+    return _load_reference(folder, manifest, notes=notes)
+
+
+def _load_reference(
+    folder: Path, manifest: EngineManifest, *, notes: tuple[str, ...]
+) -> ReferenceExecutor:
+    if MODEL_FILE not in manifest.files:
+        raise UnsupportedError(
+            f"{folder / MANIFEST_FILE} lists no {MODEL_FILE}, which the reference executor "
+            "runs; rebuild without `--no-reference`"
+        )
+    spec = manifest.spec
+    scales = _load_scales(folder, manifest) if spec.kv_cache_dtype.is_quantised else {}
+    return ReferenceExecutor(folder / MODEL_FILE, spec, kv_scales=scales, notes=notes)
+
+
+def _load_scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:
+    if KV_SCALES_FILE not in manifest.files:
+        raise ManifestError(
+            f"{folder / MANIFEST_FILE} lists no {KV_SCALES_FILE}, which a "
+            f"{manifest.spec.kv_cache_dtype.value} KV cache needs; rebuild the engine"
+        )
+    path = folder / KV_SCALES_FILE
+    try:
+        loaded: dict[str, npt.NDArray[np.float32]] = load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise ManifestError(
+            f"{path} is no safetensors file ({error}); rebuild the engine"
+        ) from error
+    return loaded

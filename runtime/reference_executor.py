@@ -1,0 +1,238 @@
+"""Runs `model.onnx` of an engine directory in onnxruntime on a CPU: same pages, no plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ExecutionError, ManifestError, UnsupportedError
+from paged_trt.plugins.tensors import (
+    INPUT_IDS,
+    LOGITS,
+    PAGE_TABLE,
+    PAST_LENS,
+    POSITION_IDS,
+    QUERY_START_OFFSETS,
+    EngineSpec,
+    Role,
+    TensorSpec,
+    pool_output_name,
+)
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
+
+Array = npt.NDArray[Any]
+_RAW: Final[dict[int, type[np.unsignedinteger[Any]]]] = {1: np.uint8, 2: np.uint16}
+BFLOAT16_NOTE: Final = (
+    "onnxruntime multiplies no bfloat16 on a CPU: the model runs as its float32 upcast, "
+    "with bfloat16 pools as they are"
+)
+
+
+class ReferenceExecutor:
+    """The rewritten model with its executable specification, in onnxruntime.
+
+    Each pool exists twice: a step reads one copy and writes the other, and then the two
+    change places. onnxruntime promises nothing about an output bound to the memory of an
+    input.
+
+    Args:
+        model_path: the rewritten model; its weights lie in the same directory.
+        spec: interface that the model must have.
+        kv_scales: scales input name -> `[2, num_kv_heads]` float32; needed where the pools
+            are quantised.
+        notes: what a report must say besides, such as why this executor was chosen.
+
+    Raises:
+        UnsupportedError: onnxruntime is not installed or cannot run the model.
+        SpecMismatchError: a tensor of the model differs from the tensor table.
+        ManifestError: the model cannot be read, weights lie outside its directory, or
+            scales are missing or misshapen.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        spec: EngineSpec,
+        *,
+        kv_scales: Mapping[str, npt.NDArray[np.float32]] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._spec = spec
+        runtime = _import_onnxruntime()
+        scales = _checked_scales(spec, kv_scales or {})
+        model = open_reference_model(model_path, spec)
+        self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
+        self._session: Any = _make_session(runtime, model, model_path)
+        # onnxruntime reads and writes these arrays in place.
+        self._pools = [_zero_pools(spec), _zero_pools(spec)]
+        self._current = 0
+        self._bindings = [self._bind(runtime, index, scales) for index in (0, 1)]
+
+    @property
+    def name(self) -> str:
+        """`reference`."""
+        return "reference"
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The interface of the model."""
+        return self._spec
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why this executor was chosen, and whether the model is a float32 upcast."""
+        return self._notes
+
+    @property
+    def bucketed_shapes(self) -> bool:
+        """False: padding rows would cost time and change nothing."""
+        return False
+
+    def pool(self, name: str) -> Array:
+        """A pool by its input name, as the next step reads it; valid until then.
+
+        Returns:
+            `[num_pages, num_kv_heads, 128, head_dim]` in the pool's type, writable.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        return self._pools[self._current][name]
+
+    def step(self, inputs: StepInputs) -> Array:
+        """Append keys and values of T tokens to the pools, attend, and return logits.
+
+        Returns:
+            `[N, vocab_size]` or `[T, vocab_size]`; float16 or float32 (bfloat16 is upcast).
+
+        Raises:
+            ExecutionError: onnxruntime failed, or the executor is closed.
+        """
+        self._check_open()
+        binding = self._bindings[self._current]
+        for name, array in self._feeds(inputs).items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output(LOGITS, "cpu")
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime has no base class of its own
+            raise ExecutionError(
+                f"onnxruntime failed in a step of {len(inputs.input_ids)} tokens and "
+                f"{len(inputs.past_lens)} sequences: {error}"
+            ) from error
+        self._current = 1 - self._current
+        logits: Array = binding.get_outputs()[-1].numpy()
+        return logits.reshape(-1, self._spec.vocab_size)
+
+    def close(self) -> None:
+        """Release the pools and the model; a second call does nothing."""
+        self._bindings = []
+        self._session = None
+        self._pools = []
+
+    def _check_open(self) -> None:
+        if self._session is None:
+            raise ExecutionError("the reference executor is closed; load the engine again")
+
+    def _feeds(self, inputs: StepInputs) -> dict[str, Array]:
+        feeds: dict[str, Array] = {
+            INPUT_IDS: inputs.input_ids[None],
+            PAGE_TABLE: inputs.page_table,
+            QUERY_START_OFFSETS: inputs.query_start_offsets,
+            PAST_LENS: inputs.past_lens,
+        }
+        if self._spec.reads_position_ids:
+            feeds[POSITION_IDS] = inputs.position_ids[None]
+        return feeds
+
+    def _bind(self, runtime: ModuleType, index: int, scales: Mapping[str, Array]) -> Any:
+        """Binding that reads the pools of `index` and writes the others."""
+        binding = self._session.io_binding()
+        for name, array in scales.items():
+            binding.bind_cpu_input(name, array)
+        for name, array in self._pools[index].items():
+            binding.bind_ortvalue_input(name, _ort_value(runtime, array))
+        for name, array in self._pools[1 - index].items():
+            binding.bind_ortvalue_output(pool_output_name(name), _ort_value(runtime, array))
+        return binding
+
+
+def _import_onnxruntime() -> ModuleType:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UnsupportedError(
+            "the reference executor needs onnxruntime, which is not installed; "
+            '`pip install "paged-trt[compare]"`'
+        ) from error
+    module: ModuleType = onnxruntime
+    return module
+
+
+def _make_session(runtime: ModuleType, model: ReferenceModel, model_path: Path) -> Any:
+    options = runtime.SessionOptions()
+    options.use_deterministic_compute = True
+    # Warnings of onnxruntime go to stderr and tell a user nothing; errors are raised.
+    options.log_severity_level = 3
+    try:
+        with model.file() as path:
+            return runtime.InferenceSession(
+                str(path), sess_options=options, providers=["CPUExecutionProvider"]
+            )
+    except Exception as error:  # onnxruntime has no base class of its own
+        raise UnsupportedError(
+            f"onnxruntime {runtime.__version__} cannot load {model_path}: {error}; "
+            'try `pip install --upgrade "paged-trt[compare]"`'
+        ) from error
+
+
+def _zero_pools(spec: EngineSpec) -> dict[str, Array]:
+    return {
+        pool.name: np.zeros([int(dim) for dim in pool.dims], pool.dtype.numpy)
+        for pool in spec.pools()
+    }
+
+
+def _ort_value(runtime: ModuleType, array: Array) -> Any:
+    """The array as an OrtValue on the same memory; onnxruntime knows no type of ml_dtypes."""
+    element_type = next(each for each in DType if np.dtype(each.numpy) == array.dtype)
+    raw = array.view(_RAW[array.itemsize])
+    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type.onnx)
+
+
+def _checked_scales(spec: EngineSpec, kv_scales: Mapping[str, Array]) -> dict[str, Array]:
+    wanted = {each.name: each for each in spec.tensors() if each.role is Role.SCALES}
+    if unknown := sorted(set(kv_scales) - set(wanted)):
+        raise ManifestError(
+            f"`{unknown[0]}` is no scales input of this engine, which has {len(wanted)}; "
+            "rebuild the engine"
+        )
+    return {name: _checked_scale(each, kv_scales) for name, each in wanted.items()}
+
+
+def _checked_scale(tensor: TensorSpec, kv_scales: Mapping[str, Array]) -> Array:
+    if tensor.name not in kv_scales:
+        raise ManifestError(
+            f"the scales `{tensor.name}` are missing, found {len(kv_scales)} others; "
+            "rebuild the engine with its KV scales"
+        )
+    array = kv_scales[tensor.name]
+    if array.shape != tensor.dims or array.dtype != np.float32:
+        raise ManifestError(
+            f"the scales `{tensor.name}` must be {list(tensor.dims)} float32, found "
+            f"{list(array.shape)} {array.dtype}; rebuild the engine"
+        )
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ManifestError(
+            f"the scales `{tensor.name}` must be positive and finite, found {array.min()} to "
+            f"{array.max()}; calibrate them again"
+        )
+    return np.ascontiguousarray(array)
