@@ -116,6 +116,17 @@ class SequenceResult:
         """Whether the sequence agrees: logits within limits, tokens equal or excused."""
         return self.max_difference <= self.limit and (self.tokens_equal or self.excused)
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON types; an infinite difference is null, which JSON has no word for."""
+        data = dataclasses.asdict(self)
+        data["max_difference"] = _finite_or_none(self.max_difference)
+        if self.token_difference is not None:
+            data["token_difference"] |= {
+                "gap": _finite_or_none(self.token_difference.gap),
+                "excused": self.excused,
+            }
+        return {**data, "tokens_equal": self.tokens_equal, "passed": self.passed}
+
 
 def tolerance_for(
     spec: EngineSpec, *, atol: float | None = None, rtol: float | None = None
@@ -210,9 +221,14 @@ def first_token_difference(
         step=step,
         reference_token=chosen,
         engine_token=other,
-        gap=float(row[chosen] - row[other]),
+        # A step that gave no token has a negative one: no gap excuses it.
+        gap=float(row[chosen] - row[other]) if other >= 0 else math.inf,
         bound=top2_gap_bound(row, tolerance),
     )
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _magnitude(row: Array) -> float:

@@ -18,14 +18,13 @@ from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
-from paged_trt.plugins.errors import SequenceError
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, compare_sequence
 from paged_trt.runtime.dense import Decoder, Generation, greedy
 from paged_trt.runtime.scenarios import Scenario
 
 Array = npt.NDArray[Any]
 Generate = Callable[[Scenario], Sequence[Generation]]
-"""Runs one scenario as one ragged batch; a generation per prompt."""
+"""Runs one scenario in ragged batches; a generation per prompt, all steps filled."""
 
 _TOKEN_IDS, _PROMPT_LENS = "token_ids", "prompt_lens"
 _NUM_NEW_TOKENS, _PREFILL_CHUNK = "num_new_tokens", "prefill_chunk"
@@ -46,11 +45,10 @@ def feed_dict(scenario: Scenario) -> dict[str, Array]:
 
 
 def scenario_of(feeds: Mapping[str, Array]) -> Scenario:
-    """Inverse of `feed_dict`, without the name."""
+    """Inverse of `feed_dict`."""
     ends = np.cumsum(feeds[_PROMPT_LENS])[:-1]
     chunk = int(feeds[_PREFILL_CHUNK][0])
     return Scenario(
-        name="",
         prompts=tuple(np.split(np.asarray(feeds[_TOKEN_IDS]), ends)),
         num_new_tokens=int(feeds[_NUM_NEW_TOKENS][0]),
         prefill_chunk=None if chunk == _WHOLE else chunk,
@@ -75,12 +73,6 @@ class _ScenarioRunner(BaseRunner):  # type: ignore[misc] # Polygraphy has no typ
         start = time.perf_counter()
         generations = self.generate(scenario)
         self.inference_time = time.perf_counter() - start
-        for index, generation in enumerate(generations):
-            if len(generation.tokens) != scenario.num_new_tokens:
-                raise SequenceError(
-                    f"sequence {index} stopped after {len(generation.tokens)} of "
-                    f"{scenario.num_new_tokens} new tokens; pass a smaller `--new-tokens`"
-                )
         return OrderedDict(
             [
                 (_TOKENS, np.stack([each.tokens for each in generations])),
@@ -118,10 +110,10 @@ class DenseRunner(_ScenarioRunner):
 
 
 class PagedRunner(_ScenarioRunner):
-    """The engine, all sequences in one ragged batch.
+    """The engine, all sequences in ragged batches.
 
     Args:
-        generate: the session; it stays open.
+        generate: runs a scenario; what it uses stays open.
     """
 
     def __init__(self, generate: Generate) -> None:

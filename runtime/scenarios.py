@@ -15,41 +15,47 @@ from paged_trt.plugins.tensors import EngineSpec
 
 Array = npt.NDArray[Any]
 
-_BOUNDARIES: Final = ((1, 1), (1, 0), (1, -1), (2, 1), (2, 0), (2, -1))
-"""Prompts as (pages, tokens more), the ones that a small batch must not miss first."""
+_BOUNDARIES: Final = ((1, -1), (1, 0), (1, 1), (2, -1), (2, 0), (2, 1))
+"""Prompts as (pages, tokens more)."""
 _CHUNK: Final = 77
 """Odd, so that it divides no page and chunks start at every offset within one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One iteration: prompts that run as one ragged batch.
+    """One iteration: prompts that run as ragged batches.
 
     Attributes:
-        name: for reports.
         prompts: `[prompt_len]` int64 token ids of each sequence.
         num_new_tokens: greedy tokens of each sequence, the prefill's own included.
         prefill_chunk: most prompt tokens of one sequence in one step; None is all of them.
     """
 
-    name: str
     prompts: tuple[Array, ...]
     num_new_tokens: int
     prefill_chunk: int | None
 
+    @property
+    def name(self) -> str:
+        """Name for reports."""
+        return (
+            "prefill whole" if self.prefill_chunk is None else f"prefill by {self.prefill_chunk}"
+        )
+
 
 def default_prompt_lens(spec: EngineSpec, num_new_tokens: int) -> tuple[int, ...]:
-    """Lengths around whole pages, one token, and the longest where pages are too long.
+    """One token, lengths around whole pages, and the longest where pages are too long.
 
     Returns:
-        Lengths within the engine's limits, at most `max_batch_size` of them.
+        Lengths within the engine's limits. They may be more than one batch: the session then
+        admits a sequence whenever one ends.
     """
     longest = _longest_prompt(spec, num_new_tokens)
     boundaries = [tokens_in_pages(pages) + more for pages, more in _BOUNDARIES]
-    fitting = [length for length in (*boundaries, 1) if length <= longest]
+    fitting = [length for length in (1, *boundaries) if length <= longest]
     if len(fitting) <= len(boundaries) and longest > 0:
-        fitting.insert(0, longest)
-    return tuple(dict.fromkeys(fitting))[: spec.pool.max_batch_size]
+        fitting.append(longest)
+    return tuple(dict.fromkeys(fitting))
 
 
 def make_scenarios(
@@ -67,18 +73,16 @@ def make_scenarios(
         Prefill in one piece, where one step holds the longest prompt, and prefill in chunks.
 
     Raises:
-        ConfigError: there are more prompts than the batch holds, or `num_new_tokens` is 0.
+        ConfigError: there is no prompt, or `num_new_tokens` is 0.
         SequenceError: a prompt is empty or longer than the engine serves.
     """
     _check(spec, prompt_lens, num_new_tokens)
     generator = np.random.default_rng(seed)
     prompts = tuple(generator.integers(0, spec.vocab_size, length) for length in prompt_lens)
-    whole = Scenario(
-        name="prefill whole", prompts=prompts, num_new_tokens=num_new_tokens, prefill_chunk=None
-    )
+    whole = Scenario(prompts=prompts, num_new_tokens=num_new_tokens, prefill_chunk=None)
     # An even limit below the chunk may divide a page; one less is odd and does not.
     chunk = min(_CHUNK, spec.max_num_tokens - (spec.max_num_tokens + 1) % 2)
-    chunked = dataclasses.replace(whole, name=f"prefill by {chunk}", prefill_chunk=chunk)
+    chunked = dataclasses.replace(whole, prefill_chunk=chunk)
     if max(prompt_lens) > spec.max_num_tokens:
         return [chunked]
     return [whole, chunked] if max(prompt_lens) > chunk else [whole]
@@ -91,10 +95,10 @@ def _longest_prompt(spec: EngineSpec, num_new_tokens: int) -> int:
 def _check(spec: EngineSpec, prompt_lens: Sequence[int], num_new_tokens: int) -> None:
     if num_new_tokens < 1:
         raise ConfigError(f"`--new-tokens` must be at least 1, got {num_new_tokens}")
-    if not 0 < len(prompt_lens) <= spec.pool.max_batch_size:
+    if not prompt_lens:
         raise ConfigError(
-            f"`--prompt-lens` holds {len(prompt_lens)} prompts and the engine serves 1 to "
-            f"{spec.pool.max_batch_size} at a time; pass at most that many"
+            f"no prompt fits {num_new_tokens} new tokens within "
+            f"max_kv_cache_capacity={spec.pool.max_kv_cache_capacity}; lower `--new-tokens`"
         )
     longest = _longest_prompt(spec, num_new_tokens)
     for length in prompt_lens:

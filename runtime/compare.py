@@ -1,0 +1,169 @@
+"""Compare an engine directory with the model that it was built from."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
+from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_for
+from paged_trt.runtime.decoders import open_decoder
+from paged_trt.runtime.engine import load_engine
+from paged_trt.runtime.paged_generation import PagedGenerator
+from paged_trt.runtime.scenarios import Scenario, default_prompt_lens, make_scenarios
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """What to run and what to allow; see `paged-trt compare --help`."""
+
+    executor: str = "auto"
+    num_new_tokens: int = 16
+    prompt_lens: Sequence[int] | None = None
+    seed: int = 0
+    atol: float | None = None
+    rtol: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonReport:
+    """What was run, what was not, and what each sequence gave.
+
+    Attributes:
+        model: path of the model.
+        engine: path of the engine directory.
+        executor: name of the executor that ran.
+        source_sha256: of the model, and of the model that the manifest names.
+        tolerance: what was allowed.
+        notes: what a reader must know about how it was run.
+        not_run: what a full comparison has and this one had not.
+        failures: messages of engine steps that failed.
+        iterations: name and results by sequence of each scenario.
+    """
+
+    model: str
+    engine: str
+    executor: str
+    source_sha256: tuple[str, str]
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+    not_run: tuple[str, ...]
+    failures: tuple[str, ...]
+    iterations: tuple[tuple[str, tuple[SequenceResult, ...]], ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every sequence of every iteration agrees."""
+        return all(result.passed for _, results in self.iterations for result in results)
+
+    @property
+    def same_source(self) -> bool:
+        """Whether the model is the very file that the engine was built from."""
+        return self.source_sha256[0] == self.source_sha256[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON types; a difference that is no number is null."""
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("iterations", "tolerance")
+        }
+        return {
+            **data,
+            "passed": self.passed,
+            "same_source": self.same_source,
+            "tolerance": dataclasses.asdict(self.tolerance),
+            "iterations": [
+                {"name": name, "sequences": [result.to_json() for result in results]}
+                for name, results in self.iterations
+            ],
+        }
+
+
+def compare_engine(model: Path, directory: Path, options: CompareOptions) -> ComparisonReport:
+    """Decode the same prompts on both and compare logits and tokens.
+
+    Args:
+        model: the dense model, or one that holds PagedAttention nodes.
+        directory: the engine directory.
+        options: what to run and what to allow.
+
+    Raises:
+        ConfigError: an option or the model cannot work; UnsupportedError where a package
+            is missing, or the model has no known interface.
+        SequenceError: a prompt does not fit the engine.
+        ManifestError: the engine directory is not what it claims.
+        SpecMismatchError: the plan and the manifest disagree.
+    """
+    runners = _polygraphy_runners()
+    manifest = read_manifest(directory)
+    scenarios = _scenarios(manifest.spec, options)
+    tolerance = tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol)
+    decoder = open_decoder(model)
+    executor = load_engine(directory, executor=options.executor)
+    try:
+        generator = PagedGenerator(executor, seed=options.seed)
+        results = runners.run(decoder, generator, scenarios, tolerance=tolerance)
+    finally:
+        executor.close()
+    return ComparisonReport(
+        model=str(model),
+        engine=str(directory),
+        executor=executor.name,
+        source_sha256=(file_record(model).sha256, manifest.source.sha256),
+        tolerance=tolerance,
+        notes=_notes(decoder.notes, executor.notes),
+        not_run=_not_run(manifest, executor.name, scenarios),
+        failures=tuple(generator.failures),
+        iterations=tuple(
+            (scenario.name, each) for scenario, each in zip(scenarios, results, strict=True)
+        ),
+    )
+
+
+def _scenarios(spec: EngineSpec, options: CompareOptions) -> list[Scenario]:
+    lengths = options.prompt_lens
+    if lengths is None:
+        lengths = default_prompt_lens(spec, options.num_new_tokens)
+    return make_scenarios(
+        spec, lengths, num_new_tokens=options.num_new_tokens, seed=options.seed
+    )
+
+
+def _notes(dense: tuple[str, ...], paged: tuple[str, ...]) -> tuple[str, ...]:
+    return (*(f"model: {note}" for note in dense), *(f"engine: {note}" for note in paged))
+
+
+def _not_run(
+    manifest: EngineManifest, executor: str, scenarios: Sequence[Scenario]
+) -> tuple[str, ...]:
+    chunks = [scenario.prefill_chunk for scenario in scenarios]
+    missing = []
+    if executor != "tensorrt":
+        missing.append(
+            "TensorRT: the plan and its kernels did not run; pass `--executor tensorrt` on a "
+            f"machine with a GPU and {manifest.build.flavor} {manifest.build.tensorrt_version}"
+        )
+    if None not in chunks:
+        missing.append(
+            f"prefill whole: a prompt is longer than max_num_tokens={manifest.spec.max_num_tokens}"
+        )
+    if all(chunk is None for chunk in chunks):
+        missing.append("prefill by chunks: no prompt is longer than a chunk")
+    return tuple(missing)
+
+
+def _polygraphy_runners() -> types.ModuleType:
+    """The module that needs Polygraphy, imported only when a comparison runs."""
+    try:
+        from paged_trt.runtime import polygraphy_runners
+    except ImportError as error:
+        raise UnsupportedError(
+            f'{error.name} is not installed; run `pip install "paged-trt[compare]"`'
+        ) from error
+    return polygraphy_runners

@@ -1,0 +1,195 @@
+"""`paged-trt compare`: an engine against the model that it was built from."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
+from paged_trt.runtime.comparison import SequenceResult
+
+EXIT_DIFFERENT = 1
+
+
+class PromptLens(click.ParamType):
+    """Comma-separated positive integers."""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """`1,127,128` as a tuple."""
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"`{value}` is no list of integers such as 1,127,128", param, ctx)
+
+
+@click.command(name="compare")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("engine_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--executor",
+    type=click.Choice(["auto", "tensorrt", "reference"]),
+    default="auto",
+    show_default=True,
+    help="What runs the engine; auto is TensorRT where there is a GPU.",
+)
+@click.option(
+    "--new-tokens", type=int, default=16, show_default=True, help="Greedy tokens per prompt."
+)
+@click.option(
+    "--prompt-lens",
+    type=PromptLens(),
+    help="Tokens of each prompt; left out, 1 and lengths around one and two pages.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the token ids.")
+@click.option("--atol", type=float, help="Absolute tolerance of the logits.")
+@click.option(
+    "--rtol",
+    type=float,
+    help="Tolerance of the logits as a part of the largest logit of the row. With neither "
+    "option, the project's tolerance for the engine's types.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Also write the report there."
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    model: Path,
+    engine_dir: Path,
+    executor: str,
+    new_tokens: int,
+    prompt_lens: tuple[int, ...] | None,
+    seed: int,
+    atol: float | None,
+    rtol: float | None,
+    json_file: Path | None,
+) -> None:
+    """Decode the same prompts with MODEL in onnxruntime and with ENGINE_DIR, and compare.
+
+    MODEL is the ONNX model that the engine was built from. It runs one sequence at a time with
+    an ordinary cache; the engine runs ragged batches on shuffled pages, prefilled whole and in
+    chunks. The exit code is 1 where they differ by more than rounding.
+
+    \b
+    Example:
+      paged-trt compare model.onnx engine
+      paged-trt compare model.onnx engine --prompt-lens 127,129 --new-tokens 32 --json out.json
+    """
+    report = compare_engine(
+        model,
+        engine_dir,
+        CompareOptions(
+            executor=executor,
+            num_new_tokens=new_tokens,
+            prompt_lens=prompt_lens,
+            seed=seed,
+            atol=atol,
+            rtol=rtol,
+        ),
+    )
+    show(report, Console())
+    if json_file is not None:
+        write_json(report, json_file)
+    if not report.passed:
+        ctx.exit(EXIT_DIFFERENT)
+
+
+def show(report: ComparisonReport, console: Console) -> None:
+    """Print the table, then what was run, what was not, and the verdict."""
+    console.print(_table(report))
+    for label, lines in (
+        ("tolerance", [_tolerance(report)]),
+        ("source", [_source(report)]),
+        ("note", report.notes),
+        ("failed step", report.failures),
+        ("not run", report.not_run),
+    ):
+        for line in lines:
+            # Text, not markup: paths and messages may hold brackets.
+            console.print(Text(f"{label}: {line}"), soft_wrap=True)
+    console.print(Text(_verdict(report)), soft_wrap=True)
+
+
+def write_json(report: ComparisonReport, path: Path) -> None:
+    """Write the report beside its place, then rename: a reader never sees half of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent, text=True)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(staged).replace(path)
+    except BaseException:
+        Path(staged).unlink(missing_ok=True)
+        raise
+
+
+def _table(report: ComparisonReport) -> Table:
+    table = Table(title="Engine against model", title_justify="left")
+    for name in ("iteration", "sequence"):
+        table.add_column(name)
+    for name in ("prompt", "steps", "max |d logits|", "tolerance"):
+        table.add_column(name, justify="right")
+    table.add_column("tokens")
+    table.add_column("verdict")
+    for name, results in report.iterations:
+        for index, result in enumerate(results):
+            table.add_row(name, str(index), *_cells(result))
+    return table
+
+
+def _cells(result: SequenceResult) -> tuple[str, ...]:
+    difference = result.token_difference
+    tokens = "equal" if difference is None else str(difference)
+    if result.excused:
+        tokens += " (excused)"
+    return (
+        str(result.prompt_len),
+        f"{result.steps_compared}/{result.num_steps}",
+        f"{result.max_difference:.3g} (step {result.worst_step})",
+        f"{result.limit:.3g}",
+        tokens,
+        "[green]✓[/green]" if result.passed else "[red]differs[/red]",
+    )
+
+
+def _tolerance(report: ComparisonReport) -> str:
+    tolerance = report.tolerance
+    return (
+        f"{tolerance.atol:.3g} + {tolerance.rtol:.3g} * largest |logit|; tokens tie below "
+        f"{tolerance.tie_rtol:.3g} * largest |logit| ({tolerance.reason})"
+    )
+
+
+def _source(report: ComparisonReport) -> str:
+    found, built = report.source_sha256
+    if report.same_source:
+        return f"the engine was built from this file (sha256 {found[:12]})"
+    return (
+        f"the engine was built from another file (sha256 {built[:12]}, this one is {found[:12]})"
+    )
+
+
+def _verdict(report: ComparisonReport) -> str:
+    sequences = [result for _, results in report.iterations for result in results]
+    agreed = sum(result.passed for result in sequences)
+    excused = sum(result.excused for result in sequences)
+    return (
+        f"{'agrees' if report.passed else 'differs'}: {agreed} of {len(sequences)} sequences "
+        f"agree ({excused} with an excused tie), engine run by the {report.executor} executor"
+    )
