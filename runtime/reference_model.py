@@ -73,7 +73,7 @@ def open_reference_model(path: Path, spec: EngineSpec) -> ReferenceModel:
     if spec.activation_dtype is not DType.BFLOAT16:
         return ReferenceModel(path, None)
     model = ir.load(path)
-    _upcast(model)
+    upcast_bfloat16(model)
     return ReferenceModel(path, model)
 
 
@@ -142,7 +142,7 @@ def _check_tensor(path: Path, value: onnx.ValueInfoProto, tensor: TensorSpec) ->
         raise SpecMismatchError(f"{tensor.name}.dims", wanted, dims, where=str(path))
 
 
-def _upcast(model: ir.Model) -> None:
+def upcast_bfloat16(model: ir.Model) -> None:
     """Make float32 of bfloat16 everywhere but in the pools and in PagedAttention itself.
 
     The function of PagedAttention takes float32 activations with bfloat16 pools, so keys and
