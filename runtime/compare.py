@@ -130,9 +130,7 @@ def _scenarios(spec: EngineSpec, options: CompareOptions) -> list[Scenario]:
     lengths = options.prompt_lens
     if lengths is None:
         lengths = default_prompt_lens(spec, options.num_new_tokens)
-    return make_scenarios(
-        spec, lengths, num_new_tokens=options.num_new_tokens, seed=options.seed
-    )
+    return make_scenarios(spec, lengths, num_new_tokens=options.num_new_tokens, seed=options.seed)
 
 
 def _notes(dense: tuple[str, ...], paged: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,9 +38,7 @@ class Scenario:
     @property
     def name(self) -> str:
         """Name for reports."""
-        return (
-            "prefill whole" if self.prefill_chunk is None else f"prefill by {self.prefill_chunk}"
-        )
+        return "prefill whole" if self.prefill_chunk is None else f"prefill by {self.prefill_chunk}"
 
 
 def default_prompt_lens(spec: EngineSpec, num_new_tokens: int) -> tuple[int, ...]:

@@ -18,19 +18,14 @@ from paged_trt.runtime.comparison import SequenceResult
 EXIT_DIFFERENT = 1
 
 
-class PromptLens(click.ParamType):
-    """Comma-separated positive integers."""
-
-    name = "N,N,..."
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """`1,127,128` as a tuple."""
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"`{value}` is no list of integers such as 1,127,128", param, ctx)
+def _parse_prompt_lens(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """`1,127,128` as a tuple."""
+    try:
+        return None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"`{value}` is no list of integers such as 1,127,128") from None
 
 
 @click.command(name="compare")
@@ -48,7 +43,8 @@ class PromptLens(click.ParamType):
 )
 @click.option(
     "--prompt-lens",
-    type=PromptLens(),
+    metavar="N,N,...",
+    callback=_parse_prompt_lens,
     help="Tokens of each prompt; left out, 1 and lengths around one and two pages.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the token ids.")
@@ -180,9 +176,7 @@ def _source(report: ComparisonReport) -> str:
     found, built = report.source_sha256
     if report.same_source:
         return f"the engine was built from this file (sha256 {found[:12]})"
-    return (
-        f"the engine was built from another file (sha256 {built[:12]}, this one is {found[:12]})"
-    )
+    return f"the engine was built from another file (sha256 {built[:12]}, this one is {found[:12]})"
 
 
 def _verdict(report: ComparisonReport) -> str:

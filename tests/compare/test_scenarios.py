@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-
 from compare.test_comparison import engine_spec
+
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, SequenceError
 from paged_trt.plugins.kv import TOKENS_PER_PAGE, KvPoolSpec
