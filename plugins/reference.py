@@ -3,7 +3,9 @@
 `paged_attention_function` returns the function for one pool type. It travels in a model as
 a model-local function: onnxruntime runs it on a CPU, TensorRT replaces it by the plugin,
 and every numeric test compares with it. Inputs, outputs and semantics are those of the
-contract; the body is written out in `reference_body`.
+contract; the body is written out in `reference_body`. TensorRT-RTX 1.7.1 cannot import the
+body (it lacks NonZero): where the plugin is not found, the parse fails and nothing is inlined.
+An executor may bind a pool input and its output to one address: the update is in place.
 
 What the contract leaves open, this function decides:
 

@@ -59,16 +59,14 @@ SCALES: Final = """
 _STORE_CAST: Final = """
     # $x [T, K, dim] float32 in the pool's type: a rounding to nearest even, no scale.
     $x_stored = Cast <to = $pool_type> ($source)
-    $x_pool_before = Identity ($x_pool)
 """
 
 _STORE_FLOAT8: Final = """
     # $x / scale to float8: round to nearest even, saturate at 448, NaN stays NaN. No
-    # standard op scatters float8; float16 holds each of its values, NaN signs included.
+    # standard op scatters float8; float32 holds each of its values, NaN signs included.
     $x_scaled = Div ($source, $x_scale_of_token)
     $x_float8 = Cast <to = $pool_type, saturate = 1> ($x_scaled)
-    $x_stored = Cast <to = 10> ($x_float8)
-    $x_pool_before = Cast <to = 10> ($x_pool)
+    $x_stored = Cast <to = 1> ($x_float8)
 """
 
 _STORE_INT8: Final = """
@@ -81,26 +79,27 @@ _STORE_INT8: Final = """
     $x_int8_high = Constant <value: tensor = float {127}> ()
     $x_clamped = Clip ($x_integer, $x_int8_low, $x_int8_high)
     $x_stored = Cast <to = $pool_type> ($x_clamped)
-    $x_pool_before = Identity ($x_pool)
 """
 
-_STORE: Final = {
-    DType.FLOAT16: _STORE_CAST,
-    DType.BFLOAT16: _STORE_CAST,
-    DType.FLOAT8: _STORE_FLOAT8,
-    DType.INT8: _STORE_INT8,
-}
-
+# The pool must have no other reader than this ScatterND: an executor may then bind the input
+# and the output to one address, and onnxruntime updates the pool in place.
 _SCATTER: Final = """
-    # Write the W rows: $x_pool_after [Z, K, P, dim], in the type that scatters.
+    # Write the W rows into the pool [Z, K, P, dim].
     $x_written = Gather <axis = 0> ($x_stored, written)
-    $x_pool_after = ScatterND ($x_pool_before, pool_index, $x_written)
-    $x_pool_out = Cast <to = $pool_type> ($x_pool_after)
+    $x_pool_out = ScatterND ($x_pool, pool_index, $x_written)
+"""
+
+_SCATTER_FLOAT8: Final = """
+    # Write the W rows into the pool [Z, K, P, dim] by way of float32.
+    $x_written = Gather <axis = 0> ($x_stored, written)
+    $x_pool_wide = Cast <to = 1> ($x_pool)
+    $x_pool_updated = ScatterND ($x_pool_wide, pool_index, $x_written)
+    $x_pool_out = Cast <to = $pool_type> ($x_pool_updated)
 """
 
 _READ: Final = """
     # Pages of the table as $x_read [N, K, L, dim] float32.
-    $x_pages_narrow = Gather <axis = 0> ($x_pool_after, readable_table)
+    $x_pages_narrow = Gather <axis = 0> ($x_pool_readable, readable_table)
     $x_pages_ordered = Transpose <perm = [0, 2, 1, 3, 4]> ($x_pages_narrow)
     $x_read_shape = Concat <axis = 0> (N, K, L, $dim)
     $x_read_narrow = Reshape ($x_pages_ordered, $x_read_shape)
@@ -117,10 +116,15 @@ _READ_SCALED: Final = """
 
 
 def store_text(kv_cache_dtype: DType) -> str:
-    """Round new tokens to the pool's type and scatter them: `$x_pool_after`, `$x_pool_out`."""
-    return _STORE[kv_cache_dtype] + _SCATTER
+    """Round new tokens to the pool's type and scatter them: `$x_pool_out`."""
+    if kv_cache_dtype is DType.FLOAT8:
+        return _STORE_FLOAT8 + _SCATTER_FLOAT8
+    return (_STORE_INT8 if kv_cache_dtype is DType.INT8 else _STORE_CAST) + _SCATTER
 
 
 def read_text(kv_cache_dtype: DType) -> str:
     """Pages of the table as float32: `$x_read`."""
-    return _READ + (_READ_SCALED if kv_cache_dtype.is_quantised else _READ_PLAIN)
+    # Gather refuses float8 as well: read what was scattered, before the cast back.
+    source = "$x_pool_updated" if kv_cache_dtype is DType.FLOAT8 else "$x_pool_out"
+    text = _READ + (_READ_SCALED if kv_cache_dtype.is_quantised else _READ_PLAIN)
+    return text.replace("$x_pool_readable", source)

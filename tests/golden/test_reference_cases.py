@@ -191,6 +191,17 @@ def test_sequences_may_share_a_prefix_page() -> None:
     check(case, inputs)
 
 
+@pytest.mark.parametrize("kv", KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_bytes_that_are_not_written_survive(kv: DType) -> None:
+    """Every bit pattern, NaN with either sign among them, passes through unchanged."""
+    case = Case(lengths=[1], pasts=[0], kv=kv)
+    inputs = make_inputs(case)
+    for pool in ("key_pool", "value_pool"):
+        raw = inputs[pool].view(np.uint8)
+        raw[:] = np.arange(raw.size).reshape(raw.shape)
+    check(case, inputs)
+
+
 FLOAT8_STORES = {
     # A tie goes to the even neighbour, 464 is one between 448 and the 480 that does not exist.
     1.0625: 1.0,

@@ -20,11 +20,13 @@ from golden.reference_cases import (
     Array,
     Case,
     assert_same_bytes,
+    from_ort_value,
     make_inputs,
     make_model,
     make_session,
     node_attributes,
     run_model,
+    to_ort_value,
 )
 
 from paged_trt.plugins import reference
@@ -97,6 +99,27 @@ def test_one_model_may_hold_several_overloads() -> None:
     onnx.checker.check_model(merged, full_check=True)
     types = [value.type for value in make_session(merged).get_outputs()]
     assert types[1::3] == ["tensor(float16)", "tensor(int8)"]
+
+
+@each_kv
+def test_pools_may_be_updated_in_place(kv: DType) -> None:
+    """With a pool input and its output at one address nothing else changes."""
+    case = Case(**RAGGED, kv=kv)
+    model, inputs = make_model(case), make_inputs(case)
+    expected = run_model(model, inputs)
+    session = make_session(model)
+    values = {name: to_ort_value(array.copy()) for name, array in inputs.items()}
+    binding = session.io_binding()
+    for value in session.get_inputs():
+        binding.bind_ortvalue_input(value.name, values[value.name])
+    for pool in ("key_pool", "value_pool"):
+        binding.bind_ortvalue_output(f"{pool}_out", values[pool])
+    binding.bind_output("output")
+    session.run_with_iobinding(binding)
+    output = next(value for value in binding.get_outputs() if value.shape()[0] == 134)
+    assert_same_bytes(from_ort_value(output), expected[0])
+    assert_same_bytes(from_ort_value(values["key_pool"]), expected[1])
+    assert_same_bytes(from_ort_value(values["value_pool"]), expected[2])
 
 
 def test_signature_is_that_of_the_contract() -> None:
