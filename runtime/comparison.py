@@ -241,7 +241,7 @@ _QUANTISED: Final = {
     DType.FLOAT8: (0.15, 0.15, "3 bits of mantissa: keys and values move by up to 2^-4"),
     DType.INT8: (0.05, 0.05, "8 bits per head: keys and values move by up to max / 254"),
 }
-LOGIT_ROUNDINGS: Final = 16
+LOGIT_ROUNDINGS: Final = 8
 """Roundings of the largest logit by which two evaluations of one model may differ."""
 
 

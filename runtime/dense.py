@@ -27,8 +27,8 @@ class Decoder(Protocol):
         """What a report must say about this decoder."""
         ...
 
-    def start(self) -> None:
-        """Forget the sequence."""
+    def start(self, max_tokens: int) -> None:
+        """Forget the sequence; the next one has at most `max_tokens` tokens."""
         ...
 
     def step(self, token_ids: Array) -> Array:
@@ -57,7 +57,7 @@ def greedy(decoder: Decoder, prompt: Array, num_new_tokens: int) -> Generation:
         prompt: `[prompt_len]` token ids.
         num_new_tokens: tokens to generate; none stops it earlier.
     """
-    decoder.start()
+    decoder.start(len(prompt) + num_new_tokens)
     token_ids = np.asarray(prompt, np.int64)
     tokens, rows = [], []
     for _ in range(num_new_tokens):
@@ -103,15 +103,16 @@ class DenseDecoder:
         self._session = session
         self._signature = signature
         self._notes = notes
-        self.start()
+        self._past_len = 0
+        self._caches: dict[str, Array] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a report must say about this decoder."""
         return self._notes
 
-    def start(self) -> None:
-        """Forget the sequence: every cache holds no token."""
+    def start(self, max_tokens: int) -> None:
+        """Forget the sequence: every cache holds no token, and grows as needed."""
         self._past_len = 0
         self._caches = {port.past: _empty(port) for port in self._signature.caches}
 

@@ -36,7 +36,7 @@ class PagedSignature:
         page_table: `[num_seqs, table_width]` int32.
         query_start_offsets: `[num_seqs + 1]` int32.
         past_lens: `[num_seqs]` int32.
-        pools: pool input -> (pool output, shape, dtype).
+        pools: pool input -> (pool output, shape, dtype); a page count of 0 is a free one.
         scales: inputs of per-head scales, `[2, num_kv_heads]` float32.
         reads_position_ids: whether the model has `position_ids`.
     """
@@ -67,10 +67,10 @@ def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
         for source, target in zip(_POOL_INPUTS, _POOL_OUTPUTS, strict=True):
             name = node.input[source]
             dims = [dim.dim_value for dim in inputs[name].shape.dim] if name in inputs else []
-            if len(dims) != 4 or not all(dims):
+            if len(dims) != 4 or not all(dims[1:]):
                 raise UnsupportedError(
-                    f"pool `{name}` of `{node.name}` must be an input of 4 fixed dims, found "
-                    f"{dims}; pass the dense model that the engine was built from instead"
+                    f"pool `{name}` of `{node.name}` must be an input of 4 dims, all fixed but "
+                    f"the pages, found {dims}; pass the dense model that the engine was built from instead"
                 )
             dtype = DType.from_onnx(inputs[name].elem_type)
             pools[name] = (node.output[target], tuple(dims), dtype)
@@ -159,19 +159,30 @@ class IdentityPagesDecoder:
         self._signature = signature
         self._scales = scales
         self._notes = (*notes, "the model holds PagedAttention nodes: run on identity pages")
-        self.start()
+        self._past_len = 0
+        self._pools: dict[str, Any] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a report must say about this decoder."""
         return self._notes
 
-    def start(self) -> None:
-        """Forget the sequence; the pools are zero again."""
+    def start(self, max_tokens: int) -> None:
+        """Forget the sequence; the pools are zero again.
+
+        Raises:
+            SequenceError: the pools of the model are too small.
+        """
+        width = pages_for_tokens(max_tokens)
         self._past_len = 0
-        self._pools = {
-            name: _zeros(shape, dtype) for name, (_, shape, dtype) in self._signature.pools.items()
-        }
+        self._pools = {}
+        for name, (_, (fixed, *tile), dtype) in self._signature.pools.items():
+            if 0 < fixed < width:
+                raise SequenceError(
+                    f"{max_tokens} tokens need {width} pages and the pool `{name}` of the model "
+                    f"has {fixed}; lower `--prompt-lens` or `--new-tokens`"
+                )
+            self._pools[name] = _zeros((fixed or width, *tile), dtype)
 
     def step(self, token_ids: Array) -> Array:
         """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
@@ -186,7 +197,7 @@ class IdentityPagesDecoder:
         signature = self._signature
         total = self._past_len + len(token_ids)
         step_inputs = {
-            signature.page_table: self._page_table(total),
+            signature.page_table: _page_table(total),
             signature.query_start_offsets: np.array([0, len(token_ids)], np.int32),
             signature.past_lens: np.array([self._past_len], np.int32),
             INPUT_IDS: token_ids[None],
@@ -196,18 +207,13 @@ class IdentityPagesDecoder:
             step_inputs[POSITION_IDS] = np.arange(self._past_len, total)[None]
         return {**{name: _value(each) for name, each in step_inputs.items()}, **self._pools}
 
-    def _page_table(self, total: int) -> Array:
-        width = pages_for_tokens(total)
-        available = min(shape[0] for _, shape, _ in self._signature.pools.values())
-        if width > available:
-            raise SequenceError(
-                f"{total} tokens need {width} pages and the pools of the model have {available}; "
-                "lower `--prompt-lens` or `--new-tokens`"
-            )
-        # One column more than is used: an unused entry must not matter.
-        table = np.full((1, width + 1), UNUSED_PAGE_ENTRY, np.int32)
-        table[0, :width] = np.arange(width)
-        return table
+
+def _page_table(num_tokens: int) -> Array:
+    width = pages_for_tokens(num_tokens)
+    # One column more than is used: an unused entry must not matter.
+    table = np.full((1, width + 1), UNUSED_PAGE_ENTRY, np.int32)
+    table[0, :width] = np.arange(width)
+    return table
 
 
 def _value(array: Array) -> Any:

@@ -37,7 +37,7 @@ def expected(toys: dict[Dialect, Path]) -> Generation:
     decoder = open_decoder(toys[Dialect.ATTENTION23_PAST])
     text, rows = list(PROMPT), []
     for _ in range(STEPS):
-        decoder.start()
+        decoder.start(len(text))
         rows.append(decoder.step(np.asarray(text)).astype(np.float32))
         text.append(int(rows[-1].argmax()))
     return Generation(np.asarray(text[len(PROMPT) :]), np.stack(rows))
