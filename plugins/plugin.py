@@ -1,0 +1,254 @@
+"""PagedAttention as a TensorRT plugin: thin callbacks over the specs.
+
+Importing this module loads TensorRT. One class serves both routes; the input layout is data.
+TensorRT turns an exception in a callback into a bare failure, so every callback that may raise
+is `kept`, and the builder raises the kept exception as the cause of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from paged_trt.plugins import cuda
+from paged_trt.plugins.callback_errors import kept
+from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
+from paged_trt.plugins.launch import dispatch
+from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.plans import parse_attention_plan
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.operands import (
+    ALIASES,
+    Dims,
+    Operand,
+    Output,
+    StepShape,
+    check_input_dims,
+    input_dtypes,
+    output_dims,
+)
+from paged_trt.plugins.plugin_spec import PluginSpec
+from paged_trt.plugins.trt import Route, from_api_dtype, load, to_api_dtype
+
+api: Final = load()
+
+TACTIC_PLANNER: Final = 1
+"""The planner decides at run time. Tactic numbers live in plans: append only, never reuse."""
+GQA_NAME: Final = "GroupQueryAttention"
+PLUGIN_NAMES: Final = {Route.PLUGIN: (OP_TYPE, OP_DOMAIN), Route.GQA: (GQA_NAME, "")}
+"""Name and namespace of the plugin on each route; the version is OP_VERSION on both."""
+
+_ALIASED_INPUT: Final = {int(output): int(operand) for output, operand in ALIASES.items()}
+_NO_ALIAS: Final = -1
+
+
+class PagedAttentionPlugin(  # type: ignore[misc]
+    api.IPluginV3, api.IPluginV3OneCore, api.IPluginV3OneBuildV2, api.IPluginV3OneRuntime
+):
+    """Paged attention that appends to the KV pools in place.
+
+    Args:
+        spec: everything that the instance knows.
+    """
+
+    def __init__(self, spec: PluginSpec) -> None:
+        for base in PagedAttentionPlugin.__bases__:
+            base.__init__(self)
+        self.plugin_name, self.plugin_namespace = PLUGIN_NAMES[spec.route]
+        self.plugin_version = OP_VERSION
+        self.num_outputs = len(Output)
+        self.spec = spec
+        self.tactic = TACTIC_PLANNER
+        self._planner = PolicyPlanner(explicit=parse_attention_plan(spec.attention_plan))
+        self._arch: str | None = None
+        self._request: AttentionPlanRequest | None = None
+        self._field_arrays: list[Any] = []
+        inputs = input_dtypes(spec.layout, spec.activation_dtype, spec.kv_cache_dtype)
+        pools = (spec.kv_cache_dtype, spec.kv_cache_dtype)
+        self._dtypes = [*inputs, spec.activation_dtype, *pools]
+        self._api_dtypes = [to_api_dtype(dtype) for dtype in self._dtypes]
+
+    def get_capability_interface(self, kind: Any) -> PagedAttentionPlugin:
+        """Core, build and runtime capability are this object."""
+        return self
+
+    def clone(self) -> PagedAttentionPlugin:
+        """A plugin of the same spec and tactic; TensorRT keeps it."""
+        copy = PagedAttentionPlugin(self.spec)
+        copy.tactic = self.tactic
+        return copy
+
+    @kept
+    def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
+        """The instance that one execution context runs; a device is there by now."""
+        copy = self.clone()
+        copy._arch = cuda.device_arch()
+        return copy
+
+    def get_aliased_input(self, output: int) -> int:
+        """Input whose memory an output uses; must not raise: TensorRT would drop the alias."""
+        return _ALIASED_INPUT.get(output, _NO_ALIAS)
+
+    @kept
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        """Activation type, then the pool type twice."""
+        return self._api_dtypes[-len(Output) :]
+
+    @kept
+    def get_output_shapes(
+        self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any
+    ) -> list[Any]:
+        """Output 0 has query's token rows; the pools keep their dims."""
+        layout = self.spec.layout
+        tokens = inputs[Operand.QUERY][1 if layout.is_packed else 0]
+        # The token count is an expression; -1 marks its place among the fixed dims.
+        dims = output_dims(layout, self.spec.operator, -1)
+        output = api.DimsExprs([tokens if dim == -1 else builder.constant(dim) for dim in dims])
+        pools = [api.DimsExprs(inputs[operand]) for operand in ALIASES.values()]
+        return [output, *pools]
+
+    @kept
+    def supports_format_combination(
+        self, position: int, descriptions: Sequence[Any], num_inputs: int
+    ) -> bool:
+        """Linear memory and the exact type of every input and output."""
+        description = descriptions[position].desc
+        return bool(
+            description.format == api.TensorFormat.LINEAR
+            and description.type == self._api_dtypes[position]
+        )
+
+    @kept
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Check types, and dims at the three bounds of a profile.
+
+        Raises:
+            SpecMismatchError: an input differs from the spec, or a pool's size is a range.
+        """
+        for bound in ("min", "opt", "max"):
+            where = f"{self._where()}, profile {bound}"
+            self._check_dtypes([item.desc for item in inputs], where)
+            dims = [tuple(getattr(item, bound)) for item in inputs]
+            self._check_dims(dims, where)
+
+    @kept
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Check the actual dims and keep what `enqueue` needs of them.
+
+        Raises:
+            SpecMismatchError: an input differs from the spec.
+        """
+        where = f"{self._where()}, actual shape"
+        self._check_dtypes(inputs, where)
+        self._request = self._plan_request(
+            self._check_dims([tuple(item.dims) for item in inputs], where)
+        )
+
+    @kept
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        """Bytes that the planner may need for any step of the profile."""
+        dims = [tuple(item.max) for item in inputs]
+        step = self._check_dims(dims, f"{self._where()}, profile max")
+        return self._planner.workspace_bytes(self._plan_request(step))
+
+    def get_valid_tactics(self) -> list[int]:
+        """Tactics in planner order: a build without a GPU takes the first."""
+        return [TACTIC_PLANNER]
+
+    @kept
+    def set_tactic(self, tactic: int) -> None:
+        """Record the tactic of the plan.
+
+        Raises:
+            SpecMismatchError: a plan of a newer version; 0 is TensorRT's default tactic.
+        """
+        if tactic not in (0, TACTIC_PLANNER):
+            raise SpecMismatchError("tactic", TACTIC_PLANNER, tactic, where=self._where())
+        self.tactic = tactic
+
+    @kept
+    def get_fields_to_serialize(self) -> Any:
+        """The spec; the arrays live as long as the plugin, TensorRT reads them later."""
+        arrays = self.spec.to_fields()
+        self._field_arrays = list(arrays.values())
+        kinds = {
+            "int32": api.PluginFieldType.INT32,
+            "float32": api.PluginFieldType.FLOAT32,
+            "int8": api.PluginFieldType.CHAR,
+        }
+        return api.PluginFieldCollection(
+            [
+                api.PluginField(name, array, kinds[array.dtype.name])
+                for name, array in arrays.items()
+            ]
+        )
+
+    @kept
+    def enqueue(
+        self,
+        input_desc: Sequence[Any],
+        output_desc: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Launch one step on `stream`.
+
+        Raises:
+            KernelLaunchError: a kernel is missing, or a pool output is not its input's memory.
+        """
+        request = self._request
+        if request is None:
+            raise KernelLaunchError(f"{self._where()}: enqueue came before on_shape_change")
+        for output, operand in _ALIASED_INPUT.items():
+            if outputs[output] != inputs[operand]:
+                raise KernelLaunchError(
+                    f"{self._where()}: pool output {output} is at {outputs[output]:#x} and its "
+                    f"input at {inputs[operand]:#x}; bind both to one address"
+                )
+        spec = self.spec
+        query, key, value = (
+            spec.layout.token_stride(operand, spec.operator)
+            for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
+        )
+        call = dispatch.AttentionCall(
+            operands=tuple(self._address(operand, inputs, request) for operand in Operand),
+            token_strides=(query, key, value),
+            output=outputs[Output.OUTPUT],
+            workspace=workspace,
+            stream=stream,
+        )
+        dispatch.enqueue(call, request, planner=self._planner)
+
+    def _address(
+        self, operand: Operand, inputs: Sequence[int], request: AttentionPlanRequest
+    ) -> int:
+        layout = self.spec.layout
+        index = layout.index[operand]
+        offset = layout.element_offset(operand, self.spec.operator, request.step.num_seqs)
+        return inputs[index] + offset * self._dtypes[index].itemsize
+
+    def _plan_request(self, step: StepShape) -> AttentionPlanRequest:
+        return AttentionPlanRequest(
+            arch=self._arch,
+            attention=self.spec.operator.attention,
+            activation_dtype=self.spec.activation_dtype,
+            kv_cache_dtype=self.spec.kv_cache_dtype,
+            step=step,
+        )
+
+    def _where(self) -> str:
+        return f"plugin {self.plugin_name}"
+
+    def _check_dims(self, dims: Sequence[Dims], where: str) -> StepShape:
+        return check_input_dims(self.spec.layout, self.spec.operator, dims, where=where)
+
+    def _check_dtypes(self, descriptions: Sequence[Any], where: str) -> None:
+        for name, want, description in zip(
+            self.spec.layout.names, self._dtypes, descriptions, strict=False
+        ):
+            found = from_api_dtype(description.type)
+            if found is not want:
+                raise SpecMismatchError(f"{name}.dtype", want.value, found.value, where=where)
