@@ -21,10 +21,18 @@ from paged_trt.plugins.tensors import EngineSpec
 
 Array = npt.NDArray[Any]
 
+LOGIT_ROUNDINGS: Final = 8
+"""Roundings of the largest logit by which two evaluations of one model may differ."""
 TIE_ROUNDINGS: Final = 4
 """Roundings of the largest logit under which two logits count as a tie."""
 _UNIT_ROUNDOFF: Final = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
 """Largest relative error of one rounding to the type of the activations."""
+# KV type -> (logit tolerance, tie tolerance) as a part of the largest logit. Quantisation
+# moves keys and values by far more than a rounding of float16, in an engine that is right.
+_QUANTISED: Final = {
+    DType.FLOAT8: (0.15, 0.15, "3 bits of mantissa: keys and values move by up to 2^-4"),
+    DType.INT8: (0.05, 0.05, "8 bits per head: keys and values move by up to max / 254"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +57,8 @@ class Tolerance:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
-    """A different token where the reference's own choice was within rounding.
+class TokenDifference:
+    """A step where the engine chose another token than the reference.
 
     Attributes:
         step: 0 is the first generated token.
@@ -99,7 +107,7 @@ class SequenceResult:
     worst_step: int
     max_difference: float
     limit: float
-    token_difference: Tie | None
+    token_difference: TokenDifference | None
 
     @property
     def tokens_equal(self) -> bool:
@@ -205,7 +213,7 @@ def compare_sequence(
 
 def first_token_difference(
     tokens: Array, engine_tokens: Array, logits: Array, *, tolerance: Tolerance
-) -> Tie | None:
+) -> TokenDifference | None:
     """The first step where the engine chose another token than the reference.
 
     Stricter than the gap of the reference's two largest logits: the gap is down to the token
@@ -217,7 +225,7 @@ def first_token_difference(
     step = int(different[0])
     row = logits[step]
     chosen, other = int(tokens[step]), int(engine_tokens[step])
-    return Tie(
+    return TokenDifference(
         step=step,
         reference_token=chosen,
         engine_token=other,
@@ -233,16 +241,6 @@ def _finite_or_none(value: float) -> float | None:
 
 def _magnitude(row: Array) -> float:
     return float(np.abs(row).max())
-
-
-# KV type -> (logit tolerance, tie tolerance) as a part of the largest logit. Quantisation
-# moves keys and values by far more than a rounding of float16, in an engine that is right.
-_QUANTISED: Final = {
-    DType.FLOAT8: (0.15, 0.15, "3 bits of mantissa: keys and values move by up to 2^-4"),
-    DType.INT8: (0.05, 0.05, "8 bits per head: keys and values move by up to max / 254"),
-}
-LOGIT_ROUNDINGS: Final = 8
-"""Roundings of the largest logit by which two evaluations of one model may differ."""
 
 
 def _tabled(activation: DType, kv_cache: DType) -> Tolerance:
