@@ -19,12 +19,13 @@ from paged_trt.runtime.session import Generation, Session
 # Length -> seed of a prompt whose two best dense logits are never closer than 0.3.
 PROMPTS = {1: 7, 2: 42, 127: 48, 128: 23, 129: 45, 256: 58, 257: 14}
 NEW_TOKENS = 5
+# Of logits up to 8: what rounding keys and values to the pool's type costs on this model.
 TOLERANCES = {
     (DType.FLOAT16, DType.FLOAT16): 0.01,
     (DType.BFLOAT16, DType.BFLOAT16): 0.06,
     (DType.FLOAT16, DType.BFLOAT16): 0.06,
-    (DType.FLOAT16, DType.FLOAT8): 0.4,
-    (DType.FLOAT16, DType.INT8): 0.2,
+    (DType.FLOAT16, DType.FLOAT8): 0.8,
+    (DType.FLOAT16, DType.INT8): 0.3,
 }
 
 
