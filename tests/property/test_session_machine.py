@@ -19,16 +19,20 @@ from paged_trt.plugins.errors import ExecutionError, SequenceError
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.session import Session
 
+SLOTS = 5
+
 
 class SessionMachine(RuleBasedStateMachine):
     @initialize(
         bucketed=st.booleans(),
         mode=st.sampled_from(LogitsMode),
         budget=st.sampled_from([1, 3, 130, 512]),
-        order=st.permutations(range(11)),
+        order=st.permutations(range(27)),
     )
     def start(self, bucketed: bool, mode: LogitsMode, budget: int, order: list[int]) -> None:
-        spec = make_spec(logits_mode=mode, max_num_tokens=budget)
+        spec = make_spec(
+            logits_mode=mode, max_num_tokens=budget, max_batch_size=SLOTS, capacity=640
+        )
         self.executor = HistoryExecutor(spec, bucketed=bucketed)
         self.session = Session(self.executor, page_order=order)
         self.expected: dict[int, tuple[int, ...]] = {}
@@ -41,8 +45,8 @@ class SessionMachine(RuleBasedStateMachine):
     )
     def add(self, length: int, count: int, chunk: int | None) -> None:
         prompt = prompt_of(length)
-        if len(self.got) == 3:
-            with pytest.raises(SequenceError, match="3 sequences are live"):
+        if len(self.got) == SLOTS:
+            with pytest.raises(SequenceError, match="5 sequences are live"):
                 self.session.add(prompt, count)
             return
         sequence_id = self.session.add(prompt, count, prefill_chunk=chunk)
@@ -61,7 +65,7 @@ class SessionMachine(RuleBasedStateMachine):
                 if result.finished:
                     del self.got[result.sequence_id]
 
-    @rule(index=st.integers(0, 2))
+    @rule(index=st.integers(0, SLOTS - 1))
     def release(self, index: int) -> None:
         if index < len(self.got):
             sequence_id = list(self.got)[index]
@@ -90,7 +94,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert len(pages) == self.session.stats().pages_in_use == len(set(pages))
         assert [sequence.slot for sequence in batch] == list(range(len(batch)))
         assert {sequence.sequence_id for sequence in batch} == set(self.got)
-        for slot in range(3):
+        for slot in range(SLOTS):
             held = [tuple(each.pages) for each in batch if each.slot == slot] or [()]
             assert batch.table.row(slot) == held[0]
 

@@ -13,6 +13,7 @@ from session.paged_toy import VOCAB, dense_greedy, make_spec, open_toy, prompt_o
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import LogitsMode
+from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.reference_executor import BFLOAT16_NOTE, ReferenceExecutor
 from paged_trt.runtime.session import Generation, Session
 
@@ -87,8 +88,28 @@ def test_page_ids_do_not_matter(executor: ReferenceExecutor) -> None:
     assert_same_bits(generate(executor), generate(executor, page_order=order))
 
 
-def test_padding_rows_do_not_matter(executor: ReferenceExecutor) -> None:
-    assert_same_bits(generate(executor), generate(executor, bucketed_shapes=True))
+def test_padding_rows_do_not_matter(tmp_path: Path) -> None:
+    spec = make_spec(max_batch_size=8, capacity=640)
+    padded = open_toy(spec, tmp_path)
+    shapes = record_shapes(padded)
+    exact = generate(padded)
+    assert_dense(exact, 0.01)
+    assert {(5, 1), (7, 3)} <= set(shapes)
+    shapes.clear()
+    assert_same_bits(exact, generate(padded, bucketed_shapes=True))
+    assert {(8, 1), (8, 4)} <= set(shapes)
+
+
+def record_shapes(executor: ReferenceExecutor) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+    step = executor.step
+
+    def recorded(inputs: StepInputs) -> Any:
+        shapes.append(inputs.page_table.shape)
+        return step(inputs)
+
+    executor.step = recorded  # type: ignore[method-assign]
+    return shapes
 
 
 def test_pages_that_no_sequence_owns_do_not_matter(executor: ReferenceExecutor) -> None:
