@@ -19,6 +19,7 @@ from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
+from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.kv import KvPoolSpec
@@ -90,6 +91,25 @@ def write_engine_dir(
         write_scales(target, spec, kv_scale)
     write_manifest(target, spec, source=source, dialect=facts.dialect.value)
     return target
+
+
+def small_spec(activation: DType, kv_cache: DType) -> EngineSpec:
+    """A valid spec of one layer, one sequence of 128 tokens and four words."""
+    layer = AttentionSpec(
+        num_q_heads=1, num_kv_heads=1, head_dim=64, value_head_dim=64, softmax_scale=0.125
+    )
+    return EngineSpec(
+        pool=KvPoolSpec.plan(max_batch_size=1, max_kv_cache_capacity=128),
+        layers=(layer,),
+        activation_dtype=activation,
+        kv_cache_dtype=kv_cache,
+        vocab_size=4,
+        logits_dtype=activation,
+        logits_mode=LogitsMode.LAST,
+        max_input_len=64,
+        max_num_tokens=64,
+        reads_position_ids=False,
+    )
 
 
 def write_scales(target: Path, spec: EngineSpec, kv_scale: float) -> None:

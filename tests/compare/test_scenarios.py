@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from compare.test_comparison import engine_spec
+from engine_dirs import small_spec
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, SequenceError
@@ -16,7 +16,7 @@ from paged_trt.runtime.scenarios import default_prompt_lens, make_scenarios
 
 def spec(*, capacity: int, max_input_len: int, max_num_tokens: int) -> EngineSpec:
     return dataclasses.replace(
-        engine_spec(DType.FLOAT16, DType.FLOAT16),
+        small_spec(DType.FLOAT16, DType.FLOAT16),
         pool=KvPoolSpec.plan(max_batch_size=2, max_kv_cache_capacity=capacity),
         max_input_len=max_input_len,
         max_num_tokens=max_num_tokens,
