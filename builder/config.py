@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 
 AUTO: Final = "auto"
 """KV cache type of the model's own activations."""
-DEFAULT_MAX_NUM_TOKENS: Final = 2048
-"""Token rows of one step unless asked otherwise: more rows cost activation memory only."""
 _MAX_SCALES_BYTES: Final = 2**26
 
 
@@ -36,8 +34,7 @@ class BuildConfig:
         max_batch_size: sequence rows of one step.
         max_input_len: longest prompt, tokens.
         max_kv_cache_capacity: tokens that one sequence may hold, prompt and answer.
-        max_num_tokens: most token rows of one step; None for the prompt length, but at most
-            DEFAULT_MAX_NUM_TOKENS.
+        max_num_tokens: most token rows of one step; None for `max_input_len`.
         retained_pages: pages on top of the minimum, for reuse across requests.
         kv_pool_pages: the whole page count, instead of `retained_pages`.
         kv_cache_dtype: `auto`, or the type of the pools.
@@ -91,17 +88,13 @@ def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:
         logits_mode=_logits_mode(config, facts),
         max_input_len=config.max_input_len,
         max_num_tokens=(
-            min(config.max_input_len, DEFAULT_MAX_NUM_TOKENS)
-            if config.max_num_tokens is None
-            else config.max_num_tokens
+            config.max_input_len if config.max_num_tokens is None else config.max_num_tokens
         ),
         reads_position_ids=facts.reads_position_ids,
     )
 
 
-def read_kv_scales(
-    path: Path, layers: tuple[AttentionSpec, ...]
-) -> list[npt.NDArray[np.float32]]:
+def read_kv_scales(path: Path, layers: tuple[AttentionSpec, ...]) -> list[npt.NDArray[np.float32]]:
     """Scales of a quantised pool, `[2, num_kv_heads]` float32 per layer: key row, value row.
 
     Args:
@@ -196,7 +189,10 @@ def _logits_mode(config: BuildConfig, facts: ModelFacts) -> LogitsMode:
     return mode
 
 
-def _choice(option: str, given: Any, choices: frozenset[Any]) -> Any:
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def _choice(option: str, given: object, choices: frozenset[_Choice]) -> _Choice:
     for choice in choices:
         if given is choice or (isinstance(given, str) and given == choice.value):
             return choice
@@ -224,9 +220,7 @@ def _read_safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
         ) from error
 
 
-def _check_scales(
-    path: Path, name: str, scales: npt.NDArray[Any], layer: AttentionSpec
-) -> None:
+def _check_scales(path: Path, name: str, scales: npt.NDArray[Any], layer: AttentionSpec) -> None:
     expected = (2, layer.num_kv_heads)
     if scales.dtype != np.float32 or scales.shape != expected:
         raise ConfigError(

@@ -222,9 +222,7 @@ def _require_repeat(
     )
 
 
-def _layout(
-    node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int
-) -> tuple[Layout, int]:
+def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> tuple[Layout, int]:
     """Layout of the operands, and the number of query heads."""
     shape = probe.shape(query) or ()
     if len(shape) == 4 and shape[1] is not None:

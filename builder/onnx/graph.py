@@ -151,6 +151,11 @@ class NodeSchema:
             )
 
 
+def tensor_shape(tensor: ir.TensorProtocol) -> ir.Shape:
+    """Shape of a tensor as numbers."""
+    return ir.Shape([int(str(dim)) for dim in tensor.shape])
+
+
 class Emitter:
     """Adds nodes and initializers to a graph; the graph is sorted afterwards.
 
@@ -201,7 +206,8 @@ class Emitter:
     ) -> ir.Value:
         """A node of the standard opset with one output."""
         output = self.many(op_type, inputs, name, attributes, num_outputs=1)[0]
-        output.dtype = dtype
+        if dtype is not None:
+            output.dtype = dtype
         return output
 
     def constant(self, array: Array, name: str) -> ir.Value:
@@ -211,7 +217,10 @@ class Emitter:
             return self._graph.initializers[full]
         tensor = ir.tensor(array, name=full)
         value = ir.Value(
-            name=full, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+            name=full,
+            type=ir.TensorType(tensor.dtype),
+            shape=tensor_shape(tensor),
+            const_value=tensor,
         )
         self._graph.register_initializer(value)
         return value

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import numpy as np
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.facts import IndexKind, LayerMatch, Layout, PositionLimit
@@ -190,9 +189,7 @@ def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, Layout]:
     return query, key, value, Layout.FLAT
 
 
-def _check_width(
-    node: ir.Node, query: ir.Value, attention: AttentionSpec, layout: Layout
-) -> None:
+def _check_width(node: ir.Node, query: ir.Value, attention: AttentionSpec, layout: Layout) -> None:
     heads = attention.num_q_heads
     if layout is Layout.PACKED:
         heads += 2 * attention.num_kv_heads
@@ -237,17 +234,18 @@ def _rope(
     _check_positions(node, probe)
     if not attribute(node, "do_rotary", 0):
         return Rope.NONE, (), ()
-    tables = []
+    tables, shapes = [], []
     for index in (7, 8):
         table = operand(node, index)
-        if table is None or constant_array(table) is None:
+        array = constant_array(table)
+        if table is None or array is None:
             raise OnnxRewriteError(
                 node_name(node),
                 f"it rotates, and its `{SCHEMA.inputs[index]}` is no constant",
                 "export with one rope table (models that switch between two are not supported)",
             )
         tables.append(table)
-    shapes = [tuple(np.shape(constant_array(table))) for table in tables]
+        shapes.append(array.shape)
     if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
         raise OnnxRewriteError(
             node_name(node),

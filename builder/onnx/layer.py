@@ -1,6 +1,6 @@
 """Replaces one attention node by PagedAttention.
 
-    T tokens    H query heads    K key/value heads    D head size    V value head size
+T tokens    H query heads    K key/value heads    D head size    V value head size
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def _rope_table(shared: Emitter, layer: LayerMatch) -> ir.Value:
         return _full(shared, "no_rope", (1, 2, 1), 0)
     if layer.layout is Layout.TOKENS:
         return layer.rope_tables[0]
-    cos, sin = (
-        np.asarray(constant_array(table), np.float32) for table in layer.rope_tables
-    )
+    cos, sin = (np.asarray(constant_array(table), np.float32) for table in layer.rope_tables)
     name = "rope_cos_sin/" + "/".join(str(table.name) for table in layer.rope_tables)
     return shared.constant(np.stack([cos, sin], axis=1), name)
 

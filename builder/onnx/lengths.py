@@ -17,9 +17,9 @@ from paged_trt.builder.onnx.facts import IndexKind, IndexValue
 from paged_trt.builder.onnx.graph import Array
 from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step, steps_of
 
-_STEPS: Final = steps_of(
-    [(3, 5), (0, 1), (0, 2), (0, 7), (1, 1), (1, 4), (128, 1), (129, 130), (4095, 2)]
-    + [(8191, 1), (32767, 2), (131071, 1)]
+_STEPS: Final = (
+    *steps_of([(3, 5), (0, 1), (0, 2), (0, 7), (1, 1), (1, 4), (128, 1), (129, 130)]),
+    *steps_of([(4095, 2), (8191, 1), (32767, 2), (131071, 1)]),
 )
 """The first has unlike numbers, so that shapes tell past, new and total apart."""
 _MAX_CONSTANT: Final = 64
@@ -49,9 +49,7 @@ def recognise(probe: Probe, value: ir.Value) -> IndexValue | None:
         return IndexValue(value=value, kind=IndexKind.NUM_TOKENS, array=first)
     axes = [axis for axis, size in enumerate(first.shape) if size == _STEPS[0].new]
     if len(axes) == 1 and all(_is_positions(array, step, axes[0]) for array, step in _zip(arrays)):
-        return IndexValue(
-            value=value, kind=IndexKind.POSITIONS, array=first, token_axis=axes[0]
-        )
+        return IndexValue(value=value, kind=IndexKind.POSITIONS, array=first, token_axis=axes[0])
     return None
 
 

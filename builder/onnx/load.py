@@ -164,9 +164,7 @@ def _expected_bytes(tensor: onnx.TensorProto, name: str) -> int | None:
     if dtype is ir.DataType.UNDEFINED:
         raise OnnxRewriteError(name, "the tensor has no element type", _EXPORT_AGAIN)
     if any(not 0 <= dim <= _MAX_DIM for dim in tensor.dims):
-        raise OnnxRewriteError(
-            name, f"the shape {list(tensor.dims)} is impossible", _EXPORT_AGAIN
-        )
+        raise OnnxRewriteError(name, f"the shape {list(tensor.dims)} is impossible", _EXPORT_AGAIN)
     if dtype is ir.DataType.STRING:
         return None
     return math.ceil(math.prod(tensor.dims) * dtype.bitwidth / 8)

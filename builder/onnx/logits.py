@@ -57,9 +57,7 @@ def _last_rows(emit: Emitter, offsets: ir.Value) -> ir.Value:
         "ends",
         dtype=ir.DataType.INT32,
     )
-    wide = emit.op(
-        "Cast", [ends], "ends_int64", {"to": ir.DataType.INT64}, dtype=ir.DataType.INT64
-    )
+    wide = emit.op("Cast", [ends], "ends_int64", {"to": ir.DataType.INT64}, dtype=ir.DataType.INT64)
     last = emit.op("Sub", [wide, emit.integers([1])], "last", dtype=ir.DataType.INT64)
     return emit.op("Max", [last, emit.integers([0])], "rows", dtype=ir.DataType.INT64)
 

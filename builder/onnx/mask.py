@@ -23,16 +23,15 @@ from paged_trt.builder.onnx.graph import Array, node_name, value_name
 from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step, steps_of
 from paged_trt.plugins.attention import FULL_WINDOW
 from paged_trt.plugins.errors import OnnxRewriteError
-from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY
 
-SMALL_STEPS: Final = steps_of(
-    [(0, 1), (0, 2), (0, 5), (1, 1), (1, 3), (4, 1), (7, 9), (0, 130), (127, 2), (128, 1)]
-    + [(129, 130), (300, 17), (511, 3)]
+SMALL_STEPS: Final = (
+    *steps_of([(0, 1), (0, 2), (0, 5), (1, 1), (1, 3), (4, 1), (7, 9)]),
+    *steps_of([(0, 130), (127, 2), (128, 1), (129, 130), (300, 17), (511, 3)]),
 )
 LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 9, -1))
 """Lengths that are tried, longest first: a mask cut from a table ends at some of them."""
 _HIDDEN_BELOW: Final = -1e4
-"""An additive mask hides with a number under this one: exporters write -inf or the type's minimum."""
+"""An additive mask hides with less than this: exporters write -inf or the type's minimum."""
 _REMEDY: Final = "export the model with a causal mask, or a causal mask with one sliding window"
 
 
@@ -78,6 +77,15 @@ def prove_mask(
             "and lengths",
             _REMEDY,
         )
+    key = (mask, is_causal)
+    if key not in probe.proved_masks:
+        probe.proved_masks[key] = _prove(probe, mask, node=node, is_causal=is_causal)
+    window, positions = probe.proved_masks[key]
+    return ProvedMask(window=window, positions=positions)
+
+
+def _prove(probe: Probe, mask: ir.Value, *, node: ir.Node, is_causal: bool) -> tuple[int, int]:
+    """Window and proved length."""
     visibility = _Visibility(probe, mask, is_causal)
     longest, last_row = _longest_row(visibility, node)
     visible = int(last_row.sum())
@@ -89,12 +97,7 @@ def prove_mask(
         except EvaluationError as error:
             raise _does_not_run(node, mask, error) from error
         _require_equal(found, window_mask(step, window), step=step, node=node, mask=mask)
-    return ProvedMask(window=window, positions=longest.total)
-
-
-def no_mask_limit() -> int:
-    """Positions for which an attention node without a mask is causal by itself."""
-    return MAX_KV_CACHE_CAPACITY
+    return window, longest.total
 
 
 class _Visibility:
@@ -129,9 +132,7 @@ def _as_booleans(array: Array, step: Step) -> npt.NDArray[np.bool_]:
     return np.asarray(visible)
 
 
-def _longest_row(
-    visibility: _Visibility, node: ir.Node
-) -> tuple[Step, npt.NDArray[np.bool_]]:
+def _longest_row(visibility: _Visibility, node: ir.Node) -> tuple[Step, npt.NDArray[np.bool_]]:
     problem: EvaluationError | None = None
     for length in LONG_LENGTHS:
         step = Step(length - 1, 1)
@@ -144,9 +145,7 @@ def _longest_row(
     raise _does_not_run(node, visibility._mask, problem) from problem
 
 
-def _does_not_run(
-    node: ir.Node, mask: ir.Value, error: EvaluationError | None
-) -> OnnxRewriteError:
+def _does_not_run(node: ir.Node, mask: ir.Value, error: EvaluationError | None) -> OnnxRewriteError:
     return OnnxRewriteError(
         node_name(node), f"its mask `{value_name(mask)}` cannot be evaluated: {error}", _REMEDY
     )

@@ -6,7 +6,7 @@ The checks read the finished model and share no code with what made it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import onnx
@@ -86,7 +86,7 @@ def _mismatch(field: str, left: object, right: object) -> SpecMismatchError:
     return SpecMismatchError(field, left, right, where=_WHERE, remedy=_REMEDY)
 
 
-def _check_table(kind: str, values: list[ir.Value], tensors: list[TensorSpec]) -> None:
+def _check_table(kind: str, values: Sequence[ir.Value], tensors: list[TensorSpec]) -> None:
     names, expected = [value.name for value in values], [tensor.name for tensor in tensors]
     if names != expected:
         raise _mismatch(kind, expected, names)
@@ -106,15 +106,11 @@ def _check_node(model: ir.Model, node: ir.Node, index: int, spec: EngineSpec) ->
     names = {*INT_ATTRIBUTES, *FLOAT_ATTRIBUTES, *STRING_ATTRIBUTES}
     if set(node.attributes) != names:
         raise _mismatch(f"attributes of {node.name}", sorted(names), sorted(node.attributes))
-    numbers = {
-        name: node.attributes[name].value for name in (*INT_ATTRIBUTES, *FLOAT_ATTRIBUTES)
-    }
+    numbers = {name: node.attributes[name].value for name in (*INT_ATTRIBUTES, *FLOAT_ATTRIBUTES)}
     operator.require_equal(OperatorSpec.from_fields(numbers, where=_WHERE), where=_WHERE)
     for name in STRING_ATTRIBUTES:
         if node.attributes[name].value != operator.to_attributes()[name]:
-            raise _mismatch(
-                name, operator.to_attributes()[name], node.attributes[name].value
-            )
+            raise _mismatch(name, operator.to_attributes()[name], node.attributes[name].value)
     if node.op_identifier() not in model.functions or node.domain != OP_DOMAIN:
         raise _mismatch("function", node.op_identifier(), list(model.functions))
     inputs = [value for value in node.inputs if value is not None]

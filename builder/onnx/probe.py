@@ -64,6 +64,8 @@ class Probe:
                 self._shape_sources.add(graph_input)
             if graph_input.name in {ATTENTION_MASK, POSITION_IDS}:
                 self._value_sources.add(graph_input)
+        self.proved_masks: dict[tuple[ir.Value, bool], tuple[int, int]] = {}
+        """Window and proved length by mask: the layers of a model share one or two masks."""
         self._shapes: dict[str, tuple[int | None, ...]] | None = None
         self._known: dict[ir.Value, bool] = {}
         self._sessions: dict[tuple[ir.Value, ir.Value | None], tuple[Any, list[ir.Value]]] = {}
@@ -162,11 +164,10 @@ class Probe:
 
     def _leaf_array(self, leaf: ir.Value, step: Step) -> Array:
         if leaf in self._value_sources:
+            dtype = (leaf.dtype or ir.DataType.INT64).numpy()
             if leaf.name == ATTENTION_MASK:
-                array = np.ones((1, step.total))
-            else:
-                array = np.arange(step.past, step.total)[None]
-            return np.asarray(array, (leaf.dtype or ir.DataType.INT64).numpy())
+                return np.ones((1, step.total), dtype)
+            return np.arange(step.past, step.total).astype(dtype)[None]
         node = leaf.producer()
         if node is None or node.inputs[0] is None:
             raise AssertionError(f"{leaf.name} is no leaf")

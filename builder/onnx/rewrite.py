@@ -17,7 +17,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     NameFixPass,
-    RemoveUnusedFunctionsPass,
     RemoveUnusedNodesPass,
     RemoveUnusedOpsetsPass,
 )
@@ -126,9 +125,7 @@ def _name_nodes(graph: ir.Graph) -> None:
             node.name = f"/paged_trt/{node.op_type}_{index}"
 
 
-def _replace_index_value(
-    graph: ir.Graph, found: IndexValue, inputs: dict[str, ir.Value]
-) -> None:
+def _replace_index_value(graph: ir.Graph, found: IndexValue, inputs: dict[str, ir.Value]) -> None:
     emit = Emitter(graph, f"/paged_trt/index/{value_name(found.value)}")
     array = np.asarray(found.array)
     dtype = ir.DataType.from_numpy(array.dtype)
@@ -186,7 +183,4 @@ def _finish(model: ir.Model, spec: EngineSpec) -> None:
                 output.shape = None
                 output.type = None
     NameFixPass()(model)
-    RemoveUnusedFunctionsPass()(model)
     RemoveUnusedOpsetsPass()(model)
-
-

@@ -7,7 +7,7 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from paged_trt.builder.onnx.graph import value_name
+from paged_trt.builder.onnx.graph import tensor_shape, value_name
 
 _SMALL_BYTES: Final = 1024
 """Tensors up to this size take part: shapes are computed from them, and not from weights."""
@@ -28,9 +28,7 @@ def shapes_of_step(
     for graph_input in model.graph.inputs:
         name = value_name(graph_input)
         dtype = (graph_input.dtype or ir.DataType.INT64).value
-        graph.input.append(
-            onnx.helper.make_tensor_value_info(name, dtype, inputs.get(name))
-        )
+        graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, inputs.get(name)))
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or value.is_graph_input():
@@ -38,13 +36,10 @@ def shapes_of_step(
         if tensor.nbytes <= _SMALL_BYTES:
             graph.initializer.append(onnx.numpy_helper.from_array(tensor.numpy(), name))
         else:
-            dims = tuple(int(dim) for dim in tensor.shape)
-            graph.input.append(
-                onnx.helper.make_tensor_value_info(name, tensor.dtype.value, dims)
-            )
+            dims = tensor_shape(tensor).numpy()
+            graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.dtype.value, dims))
     opsets = [
-        onnx.helper.make_opsetid(domain, version)
-        for domain, version in model.opset_imports.items()
+        onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()
     ]
     proto = onnx.helper.make_model(graph, opset_imports=opsets)
     proto.ir_version = model.ir_version

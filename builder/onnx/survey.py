@@ -52,7 +52,8 @@ def survey(model: ir.Model) -> ModelFacts:
     """
     dialect, nodes, match = _attention_nodes(model)
     probe = Probe(model, _cache_inputs(model))
-    matches, limits = [], []
+    matches: list[LayerMatch] = []
+    limits: list[PositionLimit] = []
     for node in nodes:
         try:
             found, found_limits = match(node, probe)
@@ -122,9 +123,7 @@ def _why_no_attention(model: ir.Model) -> str:
 
 
 def _cache_inputs(model: ir.Model) -> list[ir.Value]:
-    return [
-        each for each in model.graph.inputs if each.shape is not None and len(each.shape) == 4
-    ]
+    return [each for each in model.graph.inputs if each.shape is not None and len(each.shape) == 4]
 
 
 def _check_caches(matches: Sequence[LayerMatch]) -> None:
@@ -222,7 +221,8 @@ def _activation_dtype(matches: Sequence[LayerMatch]) -> DType:
     if len(types) > 1:
         names = " and ".join(sorted(each.value for each in types))
         raise OnnxRewriteError(
-            node_name(list(types.values())[-1]), f"the layers' types differ: {names}",
+            node_name(list(types.values())[-1]),
+            f"the layers' types differ: {names}",
             "export all layers in one type",
         )
     return next(iter(types))
