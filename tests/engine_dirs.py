@@ -115,7 +115,7 @@ def small_spec(activation: DType, kv_cache: DType) -> EngineSpec:
 def write_scales(target: Path, spec: EngineSpec, kv_scale: float) -> None:
     """One scale for all heads of all layers."""
     scales = {
-        tensor.name: np.full(tensor.dims, kv_scale, np.float32)
+        tensor.name: np.full([int(dim) for dim in tensor.dims], kv_scale, np.float32)
         for tensor in spec.tensors()
         if tensor.name.startswith("kv_scales")
     }

@@ -265,6 +265,23 @@ def test_json_holds_the_same_report(pair: tuple[Path, Path], tmp_path: Path) -> 
     assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_report_has_a_place_before_the_run(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*pair, "--json", str(tmp_path / "none" / "report.json")) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+def test_table_fits_80_columns(copy: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, engine = copy
+    tamper(engine, _attribute("window", 20))
+    assert run(model, engine) == 1
+    output = capsys.readouterr().out
+    assert "…" not in output
+    assert "token difference: prefill whole, sequence" in output
+    assert ">= bound" in output
+
+
 def test_users_tolerance_decides(pair: tuple[Path, Path]) -> None:
     assert run(*pair, "--prompt-lens", "130", "--atol", "0", "--rtol", "1e-9") == 1
     assert run(*pair, "--prompt-lens", "130", "--atol", "1000") == 0

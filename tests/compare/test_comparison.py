@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -36,7 +37,7 @@ def rows(*tops: tuple[int, float]) -> Array:
     return logits
 
 
-def compare(reference: Array, engine: Array, **changes: float) -> SequenceResult:
+def compare(reference: Array, engine: Array, **changes: Any) -> SequenceResult:
     return compare_sequence(
         (reference.argmax(-1), reference),
         (engine.argmax(-1), engine),
@@ -124,6 +125,15 @@ def test_no_number_is_a_difference(poison: float) -> None:
     )
     assert not result.passed
     assert result.to_json()["max_difference"] is None
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_reference_that_is_no_number_allows_nothing(poison: float) -> None:
+    reference = rows((1, 32.0), (1, 32.0))
+    reference[1, 3] = poison
+    result = compare(reference, reference.copy())
+    assert not result.passed
+    assert json.dumps(result.to_json(), allow_nan=False)
 
 
 def test_missing_step_is_a_difference_that_no_gap_excuses() -> None:
