@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.facts import LayerMatch, Layout
-from paged_trt.builder.onnx.graph import Emitter, constant_array, node_name, replace_uses
+from paged_trt.builder.onnx.graph import Emitter, attribute, constant_array, node_name, replace_uses
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OperatorSpec
 from paged_trt.plugins.tensors import (
     PAGE_TABLE,
@@ -48,6 +48,8 @@ def replace_layer(
         The layer's pool outputs by name.
     """
     attention = layer.attention
+    _name_rotary_heads(layer.query, attention.num_q_heads)
+    _name_rotary_heads(layer.key, attention.num_kv_heads)
     emit = Emitter(graph, node_name(layer.node))
     shared = Emitter(graph, _CONSTANTS)
     pools = [key_pool_name(index), value_pool_name(index)]
@@ -76,6 +78,21 @@ def replace_layer(
     )
     replace_uses(layer.node.outputs[0], _output(emit, layer, paged[0]))
     return dict(zip(map(pool_output_name, pools), paged[1:], strict=True))
+
+
+def _name_rotary_heads(value: ir.Value, num_heads: int) -> None:
+    """Spell out the heads of a rotary embedding before attention.
+
+    onnxruntime works a `num_heads` of 0 out from the table; TensorRT-RTX 1.7.1 divides by it, and
+    the process ends.
+    """
+    node = value.producer()
+    if (
+        node is not None
+        and (node.domain, node.op_type) == ("com.microsoft", "RotaryEmbedding")
+        and not attribute(node, "num_heads", 0)
+    ):
+        node.attributes["num_heads"] = ir.AttrInt64("num_heads", num_heads)
 
 
 def _tokens(emit: Emitter, layer: LayerMatch) -> list[ir.Value]:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
-    NameFixPass,
     RemoveUnusedNodesPass,
     RemoveUnusedOpsetsPass,
 )
@@ -120,9 +119,11 @@ def _declare(value: ir.Value, tensor: TensorSpec) -> None:
 
 def _name_nodes(graph: ir.Graph) -> None:
     # A node's name becomes the name of its layer, and of what this pass adds for it.
+    seen: set[str | None] = set()
     for index, node in enumerate(graph):
-        if not node.name:
-            node.name = f"/paged_trt/{node.op_type}_{index}"
+        if not node.name or node.name in seen:
+            node.name = f"{node.name or '/paged_trt/' + node.op_type}_{index}"
+        seen.add(node.name)
 
 
 def _replace_index_value(graph: ir.Graph, found: IndexValue, inputs: dict[str, ir.Value]) -> None:
@@ -175,6 +176,7 @@ def _finish(model: ir.Model, spec: EngineSpec) -> None:
     # One opset serves the model and its functions; the body uses nothing that changed since.
     function.opset_imports[""] = model.opset_imports[""]
     model.functions[function.identifier()] = function
+    _free_engine_names(model.graph)
     declared = {*model.graph.inputs, *model.graph.outputs}
     for node in model.graph:
         for output in node.outputs:
@@ -182,5 +184,17 @@ def _finish(model: ir.Model, spec: EngineSpec) -> None:
                 # Shapes of the dense model; onnxruntime and TensorRT infer the paged ones.
                 output.shape = None
                 output.type = None
-    NameFixPass()(model)
     RemoveUnusedOpsetsPass()(model)
+
+
+def _free_engine_names(graph: ir.Graph) -> None:
+    """Rename values of the dense model that are called like an engine tensor or another value."""
+    taken = {value.name for value in (*graph.inputs, *graph.outputs)}
+    initializers = list(graph.initializers.values())
+    results = [output for node in graph for output in node.outputs if output.name]
+    for index, value in enumerate((*initializers, *results)):
+        if value.is_graph_output() or value.is_graph_input():
+            continue
+        if value.name in taken:
+            value.name = f"{value.name}/dense_{index}"
+        taken.add(value.name)
