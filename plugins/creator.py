@@ -62,7 +62,7 @@ def build_context(context: BuildContext) -> Iterator[None]:
         _context = previous
 
 
-class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc]
+class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc,name-defined]
     """Common part: name, registration data, and the plan's own fields.
 
     Args:

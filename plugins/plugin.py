@@ -43,8 +43,11 @@ _ALIASED_INPUT: Final = {int(output): int(operand) for output, operand in ALIASE
 _NO_ALIAS: Final = -1
 
 
-class PagedAttentionPlugin(  # type: ignore[misc]
-    api.IPluginV3, api.IPluginV3OneCore, api.IPluginV3OneBuildV2, api.IPluginV3OneRuntime
+class PagedAttentionPlugin(
+    api.IPluginV3,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneCore,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneBuildV2,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneRuntime,  # type: ignore[misc,name-defined]
 ):
     """Paged attention that appends to the KV pools in place.
 
@@ -81,9 +84,12 @@ class PagedAttentionPlugin(  # type: ignore[misc]
 
     @kept
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
-        """The instance that one execution context runs; a device is there by now."""
+        """The instance that one execution context runs.
+
+        RTX attaches during a build as well, and that may happen where there is no device.
+        """
         copy = self.clone()
-        copy._arch = cuda.device_arch()
+        copy._arch = cuda.device_arch() if cuda.driver_available() else None
         return copy
 
     def get_aliased_input(self, output: int) -> int:

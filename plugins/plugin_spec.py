@@ -113,12 +113,12 @@ class PluginSpec:
 def _to_array(value: FieldValue) -> FieldArray:
     if isinstance(value, str):
         return np.frombuffer(value.encode() + b"\0", dtype=np.int8)
-    return np.array([value], dtype=np.float32 if isinstance(value, float) else np.int32)
+    if isinstance(value, float):
+        return np.array([value], dtype=np.float32)
+    return np.array([value], dtype=np.int32)
 
 
-def _enum(
-    kind: type[_E], values: Mapping[str, FieldValue], name: str, where: str
-) -> _E:
+def _enum(kind: type[_E], values: Mapping[str, FieldValue], name: str, where: str) -> _E:
     try:
         return kind(values[name])
     except ValueError:
