@@ -152,6 +152,8 @@ def _table(report: ComparisonReport) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),  # fits 80 columns
+        pad_edge=False,
+        show_edge=False,
     )
     table.add_column("iteration", no_wrap=True)
     for name in ("seq", "prompt", "steps", "max |d logits|", "tolerance"):

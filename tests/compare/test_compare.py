@@ -133,6 +133,26 @@ def test_paged_model_is_compared_on_identity_pages(pair: tuple[Path, Path]) -> N
     assert any("identity pages" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("activation", "pool"),
+    [
+        (DType.BFLOAT16, DType.BFLOAT16),
+        (DType.FLOAT16, DType.FLOAT8),
+        (DType.FLOAT16, DType.INT8),
+    ],
+    ids=lambda dtype: dtype.value,
+)
+def test_paged_model_of_any_type_is_the_same_on_identity_pages(
+    activation: DType, pool: DType, toy: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = toy(Dialect.GQA_SPLIT, dtype=activation)
+    engine = write_engine_dir(model, tmp_path / "engine", kv_cache_dtype=pool, kv_scale=0.05)
+    report = compare_engine(engine / MODEL_FILE, engine, QUICK)
+    assert report.passed, report
+    # The pools round alike on both sides: only the order of a float32 sum may differ.
+    assert worst(report) < 0.05
+
+
 def test_paged_model_without_its_function_gets_the_projects(copy: tuple[Path, Path]) -> None:
     _, engine = copy
     path = engine / "bare.onnx"
