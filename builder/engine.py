@@ -65,7 +65,7 @@ def build_plan(
         BuildCancelledError: Ctrl-C. The caller should then end the process without cleaning
             up (`os._exit`), for a cancelled build of RTX 1.7.1 leaves a damaged heap.
     """
-    parse_attention_plan(attention_plan or AUTO)
+    explicit_plan = parse_attention_plan(attention_plan or AUTO)
     # The plugin classes derive from TensorRT's: importing them loads TensorRT.
     from paged_trt.plugins import creator
 
@@ -76,7 +76,7 @@ def build_plan(
         operators=operators,
         activation_dtype=spec.activation_dtype,
         kv_cache_dtype=spec.kv_cache_dtype,
-        attention_plan=attention_plan or AUTO,
+        attention_plan=explicit_plan,
     )
     CALLBACK_ERRORS.clear()
     session = _Session(spec)

@@ -16,6 +16,7 @@ from rich.text import Text
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.comparison import SequenceResult
+from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 
 EXIT_DIFFERENT = 1
 
@@ -49,6 +50,11 @@ def _parse_prompt_lens(
     callback=_parse_prompt_lens,
     help="Tokens of each prompt; left out, 1 and lengths around one and two pages.",
 )
+@click.option("--prompt", "texts", multiple=True, help="Text to continue; repeat it for a batch.")
+@click.option(
+    "--input-ids", "ids", multiple=True, help="Token ids such as 1,2,3; repeat it for a batch."
+)
+@click.option("--chat", is_flag=True, help="Wrap each --prompt in the model's chat template.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the token ids.")
 @click.option("--atol", type=float, help="Absolute tolerance of the logits.")
 @click.option(
@@ -69,6 +75,9 @@ def command(
     executor: str,
     new_tokens: int,
     prompt_lens: tuple[int, ...] | None,
+    texts: tuple[str, ...],
+    ids: tuple[str, ...],
+    chat: bool,
     seed: int,
     atol: float | None,
     rtol: float | None,
@@ -88,6 +97,7 @@ def command(
     if json_file is not None and not json_file.absolute().parent.is_dir():
         # Before the run, not after minutes of it.
         raise ConfigError(f"{json_file.parent} is no directory; create it first")
+    prompts = _prompts(engine_dir, prompt_lens, texts=texts, ids=ids, chat=chat)
     report = compare_engine(
         model,
         engine_dir,
@@ -95,6 +105,7 @@ def command(
             executor=executor,
             num_new_tokens=new_tokens,
             prompt_lens=prompt_lens,
+            prompts=prompts,
             seed=seed,
             atol=atol,
             rtol=rtol,
@@ -105,6 +116,25 @@ def command(
         write_json(report, json_file)
     if not report.passed:
         ctx.exit(EXIT_DIFFERENT)
+
+
+def _prompts(
+    engine_dir: Path,
+    prompt_lens: tuple[int, ...] | None,
+    *,
+    texts: tuple[str, ...],
+    ids: tuple[str, ...],
+    chat: bool,
+) -> list[tuple[int, ...]] | None:
+    """Token ids of the prompts that were given; None where random ones are wanted."""
+    if not texts and not ids and not chat:
+        return None
+    if prompt_lens is not None:
+        raise ConfigError(
+            "`--prompt-lens` makes random prompts; pass it, or `--prompt` and `--input-ids`"
+        )
+    prompts = read_prompts(open_tokenizer(engine_dir), texts=texts, ids=ids, chat=chat)
+    return [prompt.token_ids for prompt in prompts]
 
 
 def show(report: ComparisonReport, console: Console) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import safetensors.numpy
+from engine_tables import make_table
 
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
@@ -127,6 +128,7 @@ def write_manifest(target: Path, spec: EngineSpec, *, source: Path, dialect: str
     names = (PLAN_FILE, MODEL_FILE, MODEL_DATA_FILE, KV_SCALES_FILE)
     manifest = EngineManifest.create(
         spec=spec,
+        engine=make_table(spec),
         build=BuildRecord(
             flavor="tensorrt_rtx",
             tensorrt_version="0.0.0",

@@ -120,7 +120,7 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
     query, key, value, layout = _operands(node)
     rope, tables, limits = _rope(node, probe)
     attention = _attention(node, caches, rope=rope, tables=tables)
-    _check_width(node, query, attention, layout)
+    _check_width(node, attention, layout)
     found = LayerMatch(
         node=node,
         attention=attention,
@@ -189,17 +189,37 @@ def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, Layout]:
     return query, key, value, Layout.FLAT
 
 
-def _check_width(node: ir.Node, query: ir.Value, attention: AttentionSpec, layout: Layout) -> None:
-    heads = attention.num_q_heads
+def _check_width(node: ir.Node, attention: AttentionSpec, layout: Layout) -> None:
+    heads = {"query": attention.num_q_heads}
     if layout is Layout.PACKED:
-        heads += 2 * attention.num_kv_heads
-    width, expected = static_dim(query, 2), heads * attention.head_dim
-    if width not in {None, expected}:
-        raise OnnxRewriteError(
-            node_name(node),
-            f"its query is {width} wide and the heads need {expected}",
-            "export the model again",
-        )
+        heads["query"] += 2 * attention.num_kv_heads
+    else:
+        heads |= {"key": attention.num_kv_heads, "value": attention.num_kv_heads}
+    for index, (name, count) in enumerate(heads.items()):
+        width, expected = _width(node.inputs[index]), count * attention.head_dim
+        if width not in {None, expected}:
+            raise OnnxRewriteError(
+                node_name(node),
+                f"its {name} is {width} wide and the heads need {expected}",
+                "export the model again",
+            )
+
+
+def _width(value: ir.Value | None) -> int | None:
+    """Last dimension, from the weight of a product or bias where no shape says it."""
+    if value is None:
+        return None
+    producer = value.producer()
+    if value.shape is not None or producer is None:
+        return static_dim(value, -1)
+    if producer.op_type not in {"MatMul", "Add"}:
+        return None
+    widths = {
+        static_dim(each, -1)
+        for each in producer.inputs
+        if each is not None and each.is_initializer() and each.shape is not None
+    }
+    return widths.pop() if len(widths) == 1 else None
 
 
 def _check_lengths(node: ir.Node, probe: Probe) -> None:

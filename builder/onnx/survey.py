@@ -26,7 +26,7 @@ from paged_trt.builder.onnx.leftovers import find_index_values, live_values
 from paged_trt.builder.onnx.position_tables import find_position_tables
 from paged_trt.builder.onnx.probe import ATTENTION_MASK, Probe
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
+from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, NUM_SEQS, POSITION_IDS
 
 _Match = Callable[[ir.Node, Probe], tuple[LayerMatch, tuple[PositionLimit, ...]]]
@@ -57,6 +57,8 @@ def survey(model: ir.Model) -> ModelFacts:
     for node in nodes:
         try:
             found, found_limits = match(node, probe)
+        except UnsupportedError:
+            raise
         except ConfigError as error:
             raise OnnxRewriteError(
                 node_name(node), f"its attention is impossible: {error}", "export it again"

@@ -53,7 +53,7 @@ def plugin_spec(spec: EngineSpec = SPEC) -> PluginSpec:
         operator=OperatorSpec(pool=spec.pool, attention=spec.layers[0]),
         activation_dtype=spec.activation_dtype,
         kv_cache_dtype=spec.kv_cache_dtype,
-        attention_plan="auto",
+        attention_plan=None,
         route=trt.route(),
     )
 
@@ -247,7 +247,7 @@ def runtime_plugin(creator: Any, changes: dict[str, Any]) -> Any:
 
     creator.register()
     api = creator.api
-    kinds = {"int32": "INT32", "float32": "FLOAT32", "int8": "CHAR"}
+    kinds = {"int32": "INT32", "float32": "FLOAT32"}
     arrays = PagedAttentionPlugin(plugin_spec()).spec.to_fields()
     for name, value in changes.items():
         arrays.pop(name, None)

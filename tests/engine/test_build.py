@@ -160,7 +160,9 @@ def test_serialized_fields_round_trip() -> None:
         ({"window": None}, "missing ['window']"),
         ({"surprise": 1}, "unknown ['surprise']"),
         ({"abi_version": 2}, "`abi_version` must be 1, found 2"),
-        ({"route": 3}, "`route` must be one of ['plugin', 'gqa'], found 3"),
+        ({"route": 3}, "`route` must be one of [0, 1], found 3"),
+        ({"attention_plan": 9}, "`attention_plan` must be one of [0, 1, 2], found 9"),
+        ({"kv_cache_dtype": 99}, "`kv_cache_dtype` must be one of"),
     ],
 )
 def test_fields_of_another_plan_are_refused(changes: dict[str, Any], part: str) -> None:

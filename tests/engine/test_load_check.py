@@ -7,50 +7,22 @@ from typing import Any
 
 import paged_models
 import pytest
+from engine_tables import make_table, parsed_dims
 
 from paged_trt.builder.profile import make_profiles
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.engine_table import EngineTable, EngineTensor
+from paged_trt.plugins.engine_table import EngineTable
 from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.plugins.load_check import check_engine_table
 from paged_trt.plugins.manifest import network_name
-from paged_trt.plugins.tensors import EngineSpec, Role
+from paged_trt.plugins.tensors import Role
 
 SPEC = paged_models.make_spec(kv_cache_dtype=DType.INT8)
 PAGES = SPEC.pool.num_pages
 
 
-def parsed_dims(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        tensor.name: tuple(-1 if isinstance(dim, str) else dim for dim in tensor.dims)
-        for tensor in spec.tensors()
-    }
-
-
-def make_table(spec: EngineSpec = SPEC) -> EngineTable:
-    dims = parsed_dims(spec)
-    profiles = make_profiles(spec, dims)
-    return EngineTable(
-        source="engine",
-        name=network_name(spec),
-        tensors=tuple(
-            EngineTensor(
-                name=tensor.name,
-                is_input=tensor.role.is_input,
-                dtype=tensor.dtype,
-                dims=dims[tensor.name],
-                profiles=tuple(profile.shapes[tensor.name] for profile in profiles)
-                if tensor.role.is_input
-                else (),
-                alias_of=tensor.alias_of,
-            )
-            for tensor in spec.tensors()
-        ),
-    )
-
-
 def changed(tensor_name: str, /, **changes: Any) -> EngineTable:
-    table = make_table()
+    table = make_table(SPEC)
     tensors = tuple(
         dataclasses.replace(tensor, **changes) if tensor.name == tensor_name else tensor
         for tensor in table.tensors
@@ -65,7 +37,7 @@ def mismatch(table: EngineTable) -> SpecMismatchError:
 
 
 def test_an_engine_of_the_spec_passes() -> None:
-    check_engine_table(SPEC, make_table())
+    check_engine_table(SPEC, make_table(SPEC))
 
 
 def test_an_alias_that_is_not_reported_passes() -> None:
@@ -74,24 +46,24 @@ def test_an_alias_that_is_not_reported_passes() -> None:
 
 def test_another_page_count_in_the_name() -> None:
     name = network_name(SPEC).replace(f"pages={PAGES}", f"pages={PAGES + 1}")
-    error = mismatch(dataclasses.replace(make_table(), name=name))
+    error = mismatch(dataclasses.replace(make_table(SPEC), name=name))
     assert (error.field, error.left, error.right) == ("num_pages", f"{PAGES}", f"{PAGES + 1}")
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed Network 0", "paged-trt/1 pages"])
 def test_a_name_of_another_tool(name: str) -> None:
-    assert mismatch(dataclasses.replace(make_table(), name=name)).right is None
+    assert mismatch(dataclasses.replace(make_table(SPEC), name=name)).right is None
 
 
 def test_another_geometry_with_the_same_page_count() -> None:
     other = dataclasses.replace(SPEC, max_num_tokens=SPEC.max_num_tokens + 1)
-    error = mismatch(dataclasses.replace(make_table(), name=network_name(other)))
+    error = mismatch(dataclasses.replace(make_table(SPEC), name=network_name(other)))
     assert error.field == "sha256"
 
 
 def test_another_schema_of_the_name() -> None:
     name = network_name(SPEC).replace("paged-trt/1", "paged-trt/2")
-    assert mismatch(dataclasses.replace(make_table(), name=name)).field == "name"
+    assert mismatch(dataclasses.replace(make_table(SPEC), name=name)).field == "name"
 
 
 def test_a_missing_and_an_unknown_tensor() -> None:
@@ -127,7 +99,7 @@ def test_each_difference_is_named(name: str, changes: dict[str, Any], field: str
     "name", [tensor.name for tensor in SPEC.tensors() if tensor.role is Role.POOL_INPUT]
 )
 def test_every_bound_of_every_pool(name: str, bound: int, profile: int) -> None:
-    tensor = next(tensor for tensor in make_table().tensors if tensor.name == name)
+    tensor = next(tensor for tensor in make_table(SPEC).tensors if tensor.name == name)
     profiles = [list(shapes) for shapes in tensor.profiles]
     profiles[profile][bound] = (PAGES + 1, *tensor.dims[1:])
     error = mismatch(changed(name, profiles=tuple(map(tuple, profiles))))

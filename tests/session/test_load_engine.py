@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from engine_tables import make_table
 from safetensors.numpy import save_file
 from session.paged_toy import KV_HEADS, make_paged, make_scales, make_spec, open_toy, prompt_of
 
@@ -46,6 +47,7 @@ def write_manifest(folder: Path, spec: EngineSpec) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_FILE)
     manifest = EngineManifest.create(
         spec=spec,
+        engine=make_table(spec),
         build=BuildRecord(
             flavor="tensorrt_rtx",
             tensorrt_version="1.7.0",
