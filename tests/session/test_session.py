@@ -135,6 +135,21 @@ def test_generate_frees_everything_when_pages_run_out(session: Session) -> None:
     assert (session.stats().pages_in_use, session.stats().sequences) == (9, 0)
 
 
+def test_pages_that_find_no_row_are_free_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise KvPoolError("no row")
+
+    session.add(prompt_of(200), 3)
+    monkeypatch.setattr(session._batch.table, "commit", refuse)
+    with pytest.raises(KvPoolError, match="no row"):
+        session.step()
+    assert session.stats().pages_in_use == 0
+    monkeypatch.undo()
+    assert session.step()[0].token == continuation(prompt_of(200), 1, VOCAB)[0]
+
+
 @pytest.mark.parametrize("failure", [ExecutionError("broken"), KeyboardInterrupt()])
 def test_a_failing_step_loses_its_own_sequences_only(
     session: Session, executor: HistoryExecutor, failure: BaseException

@@ -136,6 +136,42 @@ def test_the_table_is_copied_again_only_when_a_row_of_the_step_changed(
     assert copies == [(0, 1)] * 2
 
 
+def test_an_interrupted_copy_of_the_table_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of({0: [3], 1: [4]})
+    builder = StepBuilder(SPEC, bucketed=False)
+    first, second = (plan_step([live(slot, 3, past=3)], max_num_tokens=32) for slot in (0, 1))
+    assert first is not None
+    assert second is not None
+    builder.build(first, table)
+    gather = PageTable.gather
+
+    def interrupted(self: PageTable, slots: Any, out: Any) -> None:
+        gather(self, slots, out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageTable, "gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builder.build(second, table)
+    monkeypatch.undo()
+    assert builder.build(first, table).page_table.tolist() == [[3]]
+
+
+def test_padding_holds_nothing_of_the_step_before() -> None:
+    rows = {slot: [slot] for slot in range(5)}
+    builder = StepBuilder(SPEC, bucketed=True)
+    wide = plan_step([live(slot, 9, past=9 + slot) for slot in range(5)], max_num_tokens=32)
+    narrow = [
+        plan_step([live(slot, 9, past=9) for slot in range(3)], max_num_tokens=32),
+        plan_step([live(slot, 1) for slot in range(3)], max_num_tokens=32),
+    ]
+    assert wide is not None
+    for plan in narrow:
+        assert plan is not None
+        builder.build(wide, table_of(rows))
+        fresh = StepBuilder(SPEC, bucketed=True).build(plan, table_of(rows))
+        assert as_lists(builder.build(plan, table_of(rows))) == as_lists(fresh)
+
+
 def test_a_missing_page_is_seen_before_the_executor_runs() -> None:
     plan = plan_step([live(0, 130, past=120)], max_num_tokens=32)
     assert plan is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
 from paged_trt.runtime.tokenizer import Tokenizer
@@ -58,6 +59,17 @@ def test_a_true_replacement_character_survives(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     stream = tokenizer.stream()
     assert "".join(map(stream.push, tokenizer.encode(TEXT))) + stream.finish() == TEXT
+
+
+def test_a_stream_keeps_spaces_that_depend_on_the_token_before(tmp_path: Path) -> None:
+    # As in Llama's sentencepiece: the first word of a text loses its space, the others do not.
+    vocabulary = {"\u2581one": 0, "\u2581two": 1, "<unk>": 2}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")  # noqa: S106
+    words = tokenizers.Tokenizer(model)
+    words.decoder = tokenizers.decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    stream = Tokenizer(tmp_path).stream()
+    assert [stream.push(token) for token in (0, 1, 0)] == ["one", " two", " one"]
 
 
 def test_a_stream_is_not_confused_by_special_tokens(folder: Path) -> None:
