@@ -210,6 +210,18 @@ def test_weights_stay_inside_the_directory(tmp_path: Path, location: str) -> Non
         ReferenceExecutor(folder / "model.onnx", spec)
 
 
+def test_weights_in_a_function_stay_inside_too(tmp_path: Path) -> None:
+    spec = make_spec()
+    model = make_paged(spec)
+    constant = next(node for node in model.functions[0].node if node.op_type == "Constant")
+    tensor = constant.attribute[0].t
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret")
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ManifestError, match=r"lie at .*secret, outside"):
+        ReferenceExecutor(tmp_path / "model.onnx", spec)
+
+
 def test_a_model_without_its_weights_is_a_named_error(tmp_path: Path) -> None:
     spec = make_spec()
     open_toy(spec, tmp_path).close()
