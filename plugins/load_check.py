@@ -154,8 +154,11 @@ def table_from_engine(engine: Any) -> EngineTable:
 
 
 def _alias(engine: Any, name: str) -> str | None:
-    get_aliased: Callable[[str], str | None] = engine.get_aliased_input_tensor
-    return get_aliased(name) or None
+    # TensorRT 10 has no such method in Python.
+    get_aliased: Callable[[str], str | None] | None = getattr(
+        engine, "get_aliased_input_tensor", None
+    )
+    return None if get_aliased is None else get_aliased(name) or None
 
 
 def _bounds(shapes: Sequence[Any]) -> tuple[Dims, Dims, Dims]:

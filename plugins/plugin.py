@@ -109,7 +109,9 @@ class PagedAttentionPlugin(
         tokens = inputs[Operand.QUERY][1 if layout.is_packed else 0]
         # The token count is an expression; -1 marks its place among the fixed dims.
         dims = output_dims(layout, self.spec.operator, -1)
-        output = api.DimsExprs([tokens if dim == -1 else expr_builder.constant(dim) for dim in dims])
+        output = api.DimsExprs(
+            [tokens if dim == -1 else expr_builder.constant(dim) for dim in dims]
+        )
         pools = [api.DimsExprs(inputs[operand]) for operand in ALIASES.values()]
         return [output, *pools]
 

@@ -72,8 +72,7 @@ def is_callable_with(found: Any, num_arguments: int, keywords: list[str]) -> boo
         return True
     given = num_arguments + len(keywords)
     return any(
-        required <= given <= len(names) and set(keywords) <= set(names)
-        for names, required in known
+        required <= given <= len(names) and set(keywords) <= set(names) for names, required in known
     )
 
 
@@ -93,8 +92,8 @@ def problems(module: Any, uses: list[dict[str, Any]]) -> list[str]:
     return found_problems
 
 
-def define_our_classes() -> list[str]:
-    """Make every class of ours that derives from TensorRT's; the names of the classes."""
+def our_objects() -> list[Any]:
+    """One object of every class of ours that derives from TensorRT's."""
     from paged_trt.plugins import creator, operands, trt
     from paged_trt.plugins.attention import AttentionSpec
     from paged_trt.plugins.dtypes import DType
@@ -123,20 +122,42 @@ def define_our_classes() -> list[str]:
     assert plugin.clone().spec == spec
     assert plugin.num_outputs == len(operands.Output)
     assert all(trt.from_api_dtype(trt.to_api_dtype(dtype)) is dtype for dtype in DType)
-    objects = [
+    return [
         plugin,
         creator._Creator(trt.Route.PLUGIN),
         trt.logger(trt.LogLines()),
         trt.progress_monitor(object()),  # type: ignore[arg-type]
     ]
-    return [type(item).__name__ for item in objects]
+
+
+def override_problems(objects: list[Any]) -> list[str]:
+    """Methods of ours that do not take the arguments that TensorRT passes."""
+    found = []
+    for item in objects:
+        for name, method in vars(type(item)).items():
+            base = getattr(super(type(item), item), name, None)
+            # The docstring of get_aliased_input names its one argument `self`.
+            if name.startswith("_") or not callable(method) or name == "get_aliased_input":
+                continue
+            known = [len(names) for names, _ in signatures(base)]
+            given = len(inspect.signature(method).parameters) - 1
+            if known and given not in known:
+                found.append(f"{type(item).__name__}.{name} takes {given} arguments, not {known}")
+    return found
 
 
 def main() -> None:
     import tensorrt
 
     request = json.load(sys.stdin)
-    answer = {"problems": problems(tensorrt, request["uses"]), "classes": define_our_classes()}
+    objects = our_objects()
+    if request["bogus_override"]:
+        type(objects[0]).configure_plugin = lambda self, inputs: None
+    answer = {
+        "problems": problems(tensorrt, request["uses"]),
+        "classes": [type(item).__name__ for item in objects],
+        "overrides": override_problems(objects),
+    }
     print(json.dumps(answer))  # noqa: T201
 
 

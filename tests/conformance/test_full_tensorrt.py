@@ -88,10 +88,17 @@ def bindings(
     }
 
 
-def ask(environment: dict[str, str], uses: list[api_uses.Use]) -> dict[str, Any]:
+def ask(
+    environment: dict[str, str], uses: list[api_uses.Use], *, bogus_override: bool = False
+) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(CHILD)],
-        input=json.dumps({"uses": [dataclasses.asdict(use) for use in uses]}),
+        input=json.dumps(
+            {
+                "uses": [dataclasses.asdict(use) for use in uses],
+                "bogus_override": bogus_override,
+            }
+        ),
         env=environment,
         capture_output=True,
         text=True,
@@ -109,7 +116,14 @@ def test_everything_that_we_use_exists(bindings: dict[str, str]) -> None:
 
 def test_our_classes_derive_from_these(bindings: dict[str, str]) -> None:
     expected = ["PagedAttentionPlugin", "_Creator", "Logger", "Monitor"]
-    assert ask(bindings, [])["classes"] == expected
+    answer = ask(bindings, [])
+    assert answer["classes"] == expected
+    assert answer["overrides"] == []
+
+
+def test_a_callback_with_other_arguments_is_reported(bindings: dict[str, str]) -> None:
+    (found,) = ask(bindings, [], bogus_override=True)["overrides"]
+    assert found == "PagedAttentionPlugin.configure_plugin takes 1 arguments, not [2]"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,7 @@ def test_the_reader_sees_our_uses() -> None:
         "PreviewFeature.ALIASED_PLUGIN_IO_10_03",
         "Builder.build_serialized_network",
         "IBuilderConfig.progress_monitor",
-        "ICudaEngine.get_aliased_input_tensor",
+        "ICudaEngine.get_tensor_profile_shape",
         "ILogger.INTERNAL_ERROR",
         "INetworkDefinition.name",
         "IPluginV3OneBuildV2",
