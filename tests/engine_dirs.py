@@ -34,6 +34,7 @@ from paged_trt.plugins.manifest import (
     EngineManifest,
     SourceRecord,
     file_record,
+    network_name,
     read_manifest,
 )
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
@@ -87,7 +88,7 @@ def write_engine_dir(
         reads_position_ids=facts.reads_position_ids,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
-    (target / PLAN_FILE).write_bytes(NOT_A_PLAN)
+    (target / PLAN_FILE).write_bytes(NOT_A_PLAN + network_name(spec).encode())
     if spec.kv_cache_dtype.is_quantised:
         write_scales(target, spec, kv_scale)
     write_manifest(target, spec, source=source, dialect=facts.dialect.value)

@@ -28,10 +28,12 @@ from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.manifest import (
     KV_SCALES_FILE,
     MANIFEST_FILE,
+    PLAN_FILE,
     BuildRecord,
     EngineManifest,
     SourceRecord,
     file_record,
+    network_name,
 )
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.engine import load_engine
@@ -44,6 +46,7 @@ HASH = "0" * 64
 
 def write_manifest(folder: Path, spec: EngineSpec) -> None:
     """Manifest of whatever files are in the folder."""
+    (folder / PLAN_FILE).write_text(f"no plan, but its name: {network_name(spec)}")
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_FILE)
     manifest = EngineManifest.create(
         spec=spec,
@@ -86,7 +89,7 @@ def test_auto_says_why_it_takes_the_reference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_engine(tmp_path, make_spec())
-    with caplog.at_level(logging.WARNING, logger="paged_trt"):
+    with caplog.at_level(logging.INFO, logger="paged_trt"):
         executor = load_engine(str(tmp_path))
     assert executor.name == "reference"
     assert executor.notes == tuple(record.getMessage() for record in caplog.records)
