@@ -233,8 +233,8 @@ def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> t
                 "export a model whose query and key heads have one size",
             )
         return Layout.HEADS, shape[1]
-    num_q_heads = attribute(node, "q_num_heads", None)
-    if len(shape) == 3 and num_q_heads is not None:
+    num_q_heads = attribute(node, "q_num_heads", 0)
+    if len(shape) == 3 and num_q_heads:
         return Layout.FLAT, int(num_q_heads)
     raise OnnxRewriteError(
         node_name(node),
@@ -244,7 +244,7 @@ def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> t
 
 
 def _check_kv_heads(node: ir.Node, attention: AttentionSpec, layout: Layout) -> None:
-    declared = attribute(node, "kv_num_heads", None)
+    declared = attribute(node, "kv_num_heads", 0)
     if layout is Layout.FLAT and declared != attention.num_kv_heads:
         raise OnnxRewriteError(
             node_name(node),

@@ -71,6 +71,8 @@ def _convert_float32(graph: ir.Graph, new: ir.DataType) -> None:
             )
         for index in range(len(node.inputs)):
             shores.convert_input(node, index)
+        if node.op_type == "Cast" and kinds.of(node.outputs[0]) is Kind.LOW:
+            node.attributes["to"] = ir.AttrInt64("to", new.value)
         if node.op_type == "ConstantOfShape" and kinds.of(node.outputs[0]) is Kind.LOW:
             value = node.attributes.get("value")
             tensor = ir.tensor(np.zeros(1, np.float32)) if value is None else value.value

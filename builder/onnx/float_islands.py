@@ -5,9 +5,10 @@ Three kinds of float value, found in one walk forward and one back:
 - ISLAND stays float32. It starts where an integer becomes a float (positions, whose angles need
   the digits), where the exporter cast to float32 on purpose, and at squares (a norm's sum of
   squares passes float16's range long before the norm does). What is computed from islands and
-  constants alone belongs to the island.
-- LOW becomes half precision: everything computed from hidden states. Where an island meets it,
-  the island is cast down.
+  constants alone belongs to the island. It ends at the next cast, which said "back to the
+  model's type" before the exporter resolved that to float32, and before a weight's product.
+- LOW becomes half precision: everything else that is computed from hidden states. Where an
+  island meets it, the island is cast down.
 - CONSTANT is computed from weights alone. It follows those who read it.
 """
 
@@ -35,6 +36,7 @@ _NO_FLOAT_RESULT: Final = frozenset(
     | {"LessOrEqual", "And", "Or", "Not", "Xor", "IsNaN", "IsInf", "NonZero"}
 )
 _SQUARES: Final = frozenset({"Pow", "ReduceSumSquare", "ReduceL2"})
+_PRODUCTS: Final = frozenset({"MatMul", "Gemm", "Conv", "Einsum"})
 _PAGED_FLOAT_INPUTS: Final = frozenset({8, 9, 10})
 """Rope table, KV scales and sinks of PagedAttention are float32 in any model."""
 
@@ -49,6 +51,7 @@ class FloatKinds:
     def __init__(self, graph: ir.Graph) -> None:
         self._kinds: dict[ir.Value, Kind] = {}
         self._nodes: dict[ir.Node, Kind] = {}
+        self._hidden: set[ir.Value] = set()
         for value in graph.initializers.values():
             is_float = value.const_value is not None and (
                 value.const_value.dtype is ir.DataType.FLOAT
@@ -73,12 +76,14 @@ class FloatKinds:
             return Kind.ISLAND if index in _PAGED_FLOAT_INPUTS else Kind.LOW
         if node.op_type == "Cast":
             # A cast takes either; what it reads need not be converted for it.
-            return self.of(value) if self.of(value) is not Kind.CONSTANT else Kind.LOW
+            return self._nodes[node] if self.of(value) is Kind.CONSTANT else self.of(value)
         return self._nodes[node] if self._nodes[node] is not Kind.NO_FLOAT else Kind.LOW
 
     def _visit(self, node: ir.Node) -> None:
         kinds = {self.of(value) for value in node.inputs if value is not None}
         kind = self._kind(node, kinds)
+        if kind is Kind.LOW or not self._hidden.isdisjoint(node.inputs):
+            self._hidden.update(node.outputs)
         self._nodes[node] = kind
         result = Kind.NO_FLOAT if node.op_type in _NO_FLOAT_RESULT else kind
         for output in node.outputs:
@@ -88,8 +93,10 @@ class FloatKinds:
         if node.domain == OP_DOMAIN:
             return Kind.LOW
         if node.op_type == "Cast":
-            is_float = node.attributes["to"].value == ir.DataType.FLOAT
-            return Kind.ISLAND if is_float else Kind.NO_FLOAT
+            if node.attributes["to"].value != ir.DataType.FLOAT:
+                return Kind.NO_FLOAT
+            ends = {Kind.ISLAND: Kind.LOW, Kind.CONSTANT: Kind.CONSTANT}
+            return next((ends[kind] for kind in kinds if kind in ends), Kind.ISLAND)
         if node.op_type == "ConstantOfShape":
             value = node.attributes.get("value")
             is_float = value is None or value.value.dtype is ir.DataType.FLOAT
@@ -97,7 +104,8 @@ class FloatKinds:
         if Kind.LOW in kinds:
             return Kind.ISLAND if _is_square(node) else Kind.LOW
         if Kind.ISLAND in kinds:
-            return Kind.ISLAND
+            reads_hidden = not self._hidden.isdisjoint(node.inputs)
+            return Kind.LOW if reads_hidden and node.op_type in _PRODUCTS else Kind.ISLAND
         if Kind.CONSTANT in kinds:
             # A row of a table that the step picks, such as an embedding, is a hidden state.
             picks = node.op_type in {"Gather", "GatherElements", "GatherND"}

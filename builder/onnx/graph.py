@@ -31,9 +31,21 @@ def value_name(value: ir.Value) -> str:
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
-    """Value of an attribute, strings decoded, or `default` where it is absent."""
+    """Value of an attribute, or `default` where it is absent.
+
+    Raises:
+        OnnxRewriteError: it is of another type than a default that is not None.
+    """
     found = node.attributes.get(name)
-    return default if found is None else found.value
+    if found is None:
+        return default
+    if default is not None and type(found.value) is not type(default):
+        raise OnnxRewriteError(
+            node_name(node),
+            f"attribute `{name}` is {found.value!r}, which is no {type(default).__name__}",
+            "export the model again",
+        )
+    return found.value
 
 
 def operand(node: ir.Node, index: int) -> ir.Value | None:

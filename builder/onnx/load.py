@@ -43,6 +43,7 @@ def load_model(path: Path) -> ir.Model:
     if not path.is_file():
         raise ConfigError(f"there is no ONNX file at `{path}`; pass the path of a `.onnx` file")
     proto = _parse(path)
+    _check_text(proto, path.name)
     _check_versions(proto, path.name)
     if not proto.graph.node:
         raise OnnxRewriteError(path.name, "the graph has no nodes", _EXPORT_AGAIN)
@@ -51,9 +52,13 @@ def load_model(path: Path) -> ir.Model:
         _check_tensor(tensor, folder)
     try:
         model = ir.from_proto(proto)
+        _check_links(model.graph)
         ir.external_data.set_base_dir(model.graph, folder)
         InlinePass(criteria=lambda function: function.domain != OP_DOMAIN)(model)
         model.graph.sort()
+        for node in model.graph.all_nodes():
+            # An attribute of a type that its content does not have shows when it is written.
+            ir.to_proto(node)
     # Whatever a malformed graph trips over becomes one named error.
     except Exception as error:
         raise OnnxRewriteError(
@@ -75,6 +80,21 @@ def _parse(path: Path) -> onnx.ModelProto:
     except OSError as error:
         raise ConfigError(f"`{path}` cannot be read ({error.strerror})") from error
     return proto
+
+
+def _check_text(message: google.protobuf.message.Message, name: str) -> None:
+    """Refuse names that are no UTF-8: protobuf hands them out as bytes."""
+    for field, content in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            texts = [content] if isinstance(content, str | bytes) else content
+            if any(isinstance(text, bytes) for text in texts):
+                raise OnnxRewriteError(
+                    name, f"field `{field.name}` holds bytes that are no text", _EXPORT_AGAIN
+                )
+        elif field.type == field.TYPE_MESSAGE:
+            parts = [content] if hasattr(content, "ListFields") else content
+            for part in parts:
+                _check_text(part, name)
 
 
 def _check_versions(proto: onnx.ModelProto, name: str) -> None:
@@ -196,6 +216,22 @@ def _check_external(
             f"the shape needs {expected} bytes and `{location}` holds {length} of them",
             _EXPORT_AGAIN,
         )
+
+
+def _check_links(graph: ir.Graph) -> None:
+    """Refuse values that nothing produces.
+
+    Raises:
+        ValueError: which one.
+    """
+    read = [value for node in graph.all_nodes() for value in node.inputs if value is not None]
+    for value in (*read, *graph.outputs):
+        if not _has_origin(value):
+            raise ValueError(f"nothing produces `{value.name}`")
+
+
+def _has_origin(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.const_value is not None
 
 
 def _data_file(location: str, folder: Path, name: str) -> Path:

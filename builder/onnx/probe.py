@@ -187,6 +187,20 @@ class Probe:
         return shape
 
     def _session(self, value: ir.Value, given: ir.Value | None) -> tuple[Any, list[ir.Value]]:
+        runtime = _onnxruntime()
+        try:
+            proto, leaves = self._cut_model(value, given)
+            session = runtime.InferenceSession(
+                proto.SerializeToString(), _session_options(), providers=["CPUExecutionProvider"]
+            )
+        # A damaged node fails in onnx-ir or in onnxruntime, each with errors of its own.
+        except Exception as error:
+            raise EvaluationError(str(error)) from error
+        return session, leaves
+
+    def _cut_model(
+        self, value: ir.Value, given: ir.Value | None
+    ) -> tuple[onnx.ModelProto, list[ir.Value]]:
         nodes, leaves, constants = self._cut(value, given)
         graph = onnx.helper.make_graph(
             [ir.to_proto(node) for node in self._model.graph if node in nodes],
@@ -207,14 +221,7 @@ class Probe:
         ]
         proto = onnx.helper.make_model(graph, opset_imports=opsets)
         proto.ir_version = self._model.ir_version
-        runtime = _onnxruntime()
-        try:
-            session = runtime.InferenceSession(
-                proto.SerializeToString(), _session_options(), providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            raise EvaluationError(str(error)) from error
-        return session, leaves
+        return proto, leaves
 
     def _cut(
         self, value: ir.Value, given: ir.Value | None

@@ -27,11 +27,12 @@ from paged_trt.builder.onnx.layer import replace_layer
 from paged_trt.builder.onnx.logits import gather_last_tokens
 from paged_trt.builder.onnx.postconditions import require_paged
 from paged_trt.plugins.errors import OnnxRewriteError, SpecMismatchError
-from paged_trt.plugins.fields import OP_DOMAIN
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
 from paged_trt.plugins.reference import OPSET, paged_attention_function
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NUM_TOKENS,
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
@@ -184,6 +185,7 @@ def _finish(model: ir.Model, spec: EngineSpec) -> None:
                 # Shapes of the dense model; onnxruntime and TensorRT infer the paged ones.
                 output.shape = None
                 output.type = None
+    _declare_operands(model.graph, spec)
     RemoveUnusedOpsetsPass()(model)
 
 
@@ -198,3 +200,18 @@ def _free_engine_names(graph: ir.Graph) -> None:
         if value.name in taken:
             value.name = f"{value.name}/dense_{index}"
         taken.add(value.name)
+
+
+def _declare_operands(graph: ir.Graph, spec: EngineSpec) -> None:
+    """Write type and shape of query, key and value, which a later survey checks."""
+    nodes = [node for node in graph if node.op_type == OP_TYPE]
+    for node, layer in zip(nodes, spec.layers, strict=True):
+        dims = (
+            (layer.num_q_heads, layer.head_dim),
+            (layer.num_kv_heads, layer.head_dim),
+            (layer.num_kv_heads, layer.value_head_dim),
+        )
+        for value, (heads, size) in zip(node.inputs[:3], dims, strict=True):
+            if value is not None:
+                value.type = ir.TensorType(ir.DataType(spec.activation_dtype.onnx))
+                value.shape = ir.Shape([NUM_TOKENS, heads, size])

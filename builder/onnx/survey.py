@@ -218,7 +218,8 @@ def _activation_dtype(matches: Sequence[LayerMatch]) -> DType:
     types = {}
     for found in matches:
         # The pool of a paged node may be quantised: its query has the type then.
-        source = found.query if paged.is_match(found.node) else found.caches[0]
+        has_type = paged.is_match(found.node) and found.query.dtype is not None
+        source = found.query if has_type else found.caches[0]
         types[_dtype(source, "keys and values")] = found.node
     if len(types) > 1:
         names = " and ".join(sorted(each.value for each in types))

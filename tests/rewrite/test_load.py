@@ -49,7 +49,16 @@ def set_entry(key: str, value: str) -> Callable[[onnx.ModelProto], None]:
 
 @pytest.mark.parametrize(
     "location",
-    ["/etc/passwd", "../secret", "a/../../secret", "..\\secret", "C:\\secret", "\\\\host\\x", "", "a\0b"],
+    [
+        "/etc/passwd",
+        "../secret",
+        "a/../../secret",
+        "..\\secret",
+        "C:\\secret",
+        "\\\\host\\x",
+        "",
+        "a\0b",
+    ],
 )
 def test_location_outside_the_folder(folder: Path, location: str) -> None:
     (folder.parent / "secret").write_bytes(bytes(2**20))
@@ -78,8 +87,15 @@ def test_link_out_of_the_folder(folder: Path, target_is_folder: bool) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("offset", "-1"), ("offset", str(2**40)), ("length", "-5"), ("length", str(2**50))]
-    + [("offset", "1e3"), ("length", "zero"), ("length", "16")],
+    [
+        ("offset", "-1"),
+        ("offset", str(2**40)),
+        ("offset", "1e3"),
+        ("length", "-5"),
+        ("length", str(2**50)),
+        ("length", "zero"),
+        ("length", "16"),
+    ],
 )
 def test_range_of_external_data(folder: Path, key: str, value: str) -> None:
     path = edit(folder, set_entry(key, value))
@@ -96,7 +112,7 @@ def test_missing_data_file(folder: Path) -> None:
 def test_truncated_data_file(folder: Path) -> None:
     data = folder / "model.onnx.data"
     data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(OnnxRewriteError, match="are outside `model.onnx.data`"):
+    with pytest.raises(OnnxRewriteError, match=r"are outside `model\.onnx\.data`"):
         load_model(folder / "model.onnx")
 
 
@@ -109,7 +125,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_no_onnx_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
-    with pytest.raises(OnnxRewriteError, match="model.onnx"):
+    with pytest.raises(OnnxRewriteError, match=r"model\.onnx"):
         load_model(path)
 
 
@@ -152,7 +168,7 @@ def test_damaged_bytes_never_escape_as_other_errors(folder: Path) -> None:
     content = path.read_bytes()
     generator = np.random.default_rng(0)
     outcomes = set()
-    for _ in range(300):
+    for _ in range(200):
         damaged = bytearray(content)
         for position in generator.integers(0, len(content), generator.integers(1, 4)):
             damaged[position] = generator.integers(0, 256)
