@@ -173,7 +173,7 @@ def _not_run(
             f"prefill whole: a prompt is longer than max_num_tokens={manifest.spec.max_num_tokens}"
         )
     if all(chunk is None for chunk in chunks):
-        missing.append("prefill by chunks: no prompt is longer than a chunk")
+        missing.append("prefill by chunks: no prompt has more than one token")
     return tuple(missing)
 
 

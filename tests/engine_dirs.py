@@ -6,6 +6,7 @@ is. The reference executor runs such a directory, TensorRT cannot.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,7 @@ from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.fields import ABI_VERSION
+from paged_trt.plugins.fields import ABI_VERSION, OP_TYPE, STRING_ATTRIBUTES, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.manifest import (
     KV_SCALES_FILE,
@@ -88,10 +89,13 @@ def write_engine_dir(
         reads_position_ids=facts.reads_position_ids,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
-    (target / PLAN_FILE).write_bytes(NOT_A_PLAN + network_name(spec).encode())
+    write_plan(target, spec)
     if spec.kv_cache_dtype.is_quantised:
         write_scales(target, spec, kv_scale)
-    write_manifest(target, spec, source=source, dialect=facts.dialect.value)
+    record = SourceRecord(
+        name=source.name, sha256=file_record(source).sha256, dialect=facts.dialect.value
+    )
+    write_manifest(target, spec, source=record)
     return target
 
 
@@ -124,7 +128,7 @@ def write_scales(target: Path, spec: EngineSpec, kv_scale: float) -> None:
     safetensors.numpy.save_file(scales, target / KV_SCALES_FILE)
 
 
-def write_manifest(target: Path, spec: EngineSpec, *, source: Path, dialect: str) -> None:
+def write_manifest(target: Path, spec: EngineSpec, *, source: SourceRecord) -> None:
     """The manifest of the files that lie in `target`."""
     names = (PLAN_FILE, MODEL_FILE, MODEL_DATA_FILE, KV_SCALES_FILE)
     manifest = EngineManifest.create(
@@ -139,7 +143,7 @@ def write_manifest(target: Path, spec: EngineSpec, *, source: Path, dialect: str
             compute_capabilities=(),
             attention_plan=None,
         ),
-        source=SourceRecord(name=source.name, sha256=file_record(source).sha256, dialect=dialect),
+        source=source,
         files={name: file_record(target / name) for name in names if (target / name).exists()},
     )
     (target / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
@@ -153,9 +157,27 @@ def tamper(directory: Path, change: Callable[[onnx.ModelProto], Any]) -> None:
     change(model)
     (directory / MODEL_DATA_FILE).unlink()
     onnx.save(model, path, save_as_external_data=True, location=MODEL_DATA_FILE)
-    files = {name: file_record(directory / name) for name in manifest.files}
-    signed = manifest.model_copy(update={"files": files})
-    (directory / MANIFEST_FILE).write_text(signed.to_json(), encoding="utf-8")
+    spec = dataclasses.replace(manifest.spec, layers=_layers(model))
+    write_plan(directory, spec)
+    write_manifest(directory, spec, source=manifest.source)
+
+
+def _layers(model: onnx.ModelProto) -> tuple[AttentionSpec, ...]:
+    nodes = [node for node in model.graph.node if node.op_type == OP_TYPE]
+    fields = [
+        {
+            attribute.name: onnx.helper.get_attribute_value(attribute)
+            for attribute in node.attribute
+            if attribute.name not in STRING_ATTRIBUTES
+        }
+        for node in nodes
+    ]
+    return tuple(OperatorSpec.from_fields(each, where="tamper").attention for each in fields)
+
+
+def write_plan(directory: Path, spec: EngineSpec) -> None:
+    """Text that is no plan, but names the spec as a plan does."""
+    (directory / PLAN_FILE).write_bytes(NOT_A_PLAN + network_name(spec).encode())
 
 
 def change_initializer(

@@ -265,7 +265,7 @@ def test_report_says_what_ran_and_what_did_not(
 def test_short_prompts_say_that_no_chunk_ran(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, "--prompt-lens", "5") == 0
+    assert run(*pair, "--prompt-lens", "1") == 0
     assert "not run: prefill by chunks" in capsys.readouterr().out
 
 
