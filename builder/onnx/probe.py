@@ -101,7 +101,7 @@ class Probe:
             value: a value for which `depends_on_lengths_only` holds.
             step: how many past and new tokens.
             given: a value that is supplied instead of computed.
-            given_array: what to supply.
+            given_array: what to supply, float32.
 
         Raises:
             EvaluationError: onnxruntime refuses the nodes, or fails in them.
@@ -203,9 +203,9 @@ class Probe:
     ) -> tuple[onnx.ModelProto, list[ir.Value]]:
         nodes, leaves, constants = self._cut(value, given)
         graph = onnx.helper.make_graph(
-            [ir.to_proto(node) for node in self._model.graph if node in nodes],
+            [_runnable(ir.to_proto(node)) for node in self._model.graph if node in nodes],
             "probe",
-            [_value_info(leaf) for leaf in leaves],
+            [_value_info(leaf, is_given=leaf is given) for leaf in leaves],
             [onnx.helper.make_empty_tensor_value_info(value_name(value))],
             [_tensor_proto(constant) for constant in constants],
         )
@@ -254,20 +254,30 @@ def steps_of(pairs: Iterable[tuple[int, int]]) -> tuple[Step, ...]:
     return tuple(Step(past, new) for past, new in pairs)
 
 
-def _value_info(leaf: ir.Value) -> onnx.ValueInfoProto:
-    if leaf.producer() is not None and leaf.dtype is None:
-        dtype = ir.DataType.INT64
-    else:
-        dtype = leaf.dtype or ir.DataType.INT64
+def _value_info(leaf: ir.Value, *, is_given: bool) -> onnx.ValueInfoProto:
+    dtype = ir.DataType.FLOAT if is_given else leaf.dtype or ir.DataType.INT64
     # Nodes in the model see shapes that stand in no value_info here: any will do.
     return onnx.helper.make_tensor_value_info(value_name(leaf), dtype.value, None)
+
+
+def _runnable(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node in float32 where it says bfloat16, which onnxruntime's CPU operators refuse."""
+    for found in node.attribute:
+        if found.name in {"to", "dtype"} and found.i == onnx.TensorProto.BFLOAT16:
+            found.i = onnx.TensorProto.FLOAT
+        if found.HasField("t") and found.t.data_type == onnx.TensorProto.BFLOAT16:
+            array = onnx.numpy_helper.to_array(found.t).astype(np.float32)
+            found.t.CopyFrom(onnx.numpy_helper.from_array(array, found.t.name))
+    return node
 
 
 def _tensor_proto(constant: ir.Value) -> onnx.TensorProto:
     if constant.const_value is None:
         raise EvaluationError(f"`{value_name(constant)}` has no data")
-    array = constant.const_value.numpy()
-    return onnx.numpy_helper.from_array(np.asarray(array), value_name(constant))
+    array = np.asarray(constant.const_value.numpy())
+    if constant.const_value.dtype is ir.DataType.BFLOAT16:
+        array = array.astype(np.float32)
+    return onnx.numpy_helper.from_array(array, value_name(constant))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -14,6 +15,7 @@ from paged_trt.builder.onnx import probe as probe_module
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.mask import LONG_LENGTHS
 from paged_trt.builder.onnx.survey import survey
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import OnnxRewriteError, UnsupportedError
 from paged_trt.scripts.example_models.toy import write_toy
 
@@ -141,6 +143,22 @@ def test_mask_cut_from_a_table(folder: Path) -> None:
 def test_proof_says_how_far_it_reaches(folder: Path) -> None:
     limits = [limit.positions for limit in survey(load(folder)).position_limits]
     assert LONG_LENGTHS[0] in limits
+
+
+@pytest.mark.parametrize("dialect", ["attention23-past", "attention24-concat"])
+def test_bfloat16_model(tmp_path: Path, dialect: str) -> None:
+    """onnxruntime's CPU operators refuse bfloat16: the proof runs in float32."""
+    write_toy(tmp_path, dialect, dtype=DType.BFLOAT16, window=700)
+    model = load(tmp_path)
+    mask = variants.attention_nodes(model)[0].inputs[3]
+    numbers = [
+        variants.constant(model, name, np.array(number, ml_dtypes.bfloat16))
+        for name, number in (("visible", 0.0), ("hidden", -3.3e38))
+    ]
+    use(model, variants.add(model, "Where", [mask, *numbers]))
+    facts = survey(model)
+    assert facts.activation_dtype is DType.BFLOAT16
+    assert {layer.window for layer in facts.layers} == {700}
 
 
 def test_without_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
