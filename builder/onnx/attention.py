@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.facts import LayerMatch, Layout, PositionLimit
 from paged_trt.builder.onnx.graph import (
     EXPORT_COMMAND,
@@ -31,7 +32,7 @@ from paged_trt.builder.onnx.graph import (
     value_name,
 )
 from paged_trt.builder.onnx.mask import prove_mask
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, steps_of
+from paged_trt.builder.onnx.probe import Probe, steps_of
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.errors import OnnxRewriteError
 

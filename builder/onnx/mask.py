@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.graph import Array, node_name, value_name
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step, steps_of
+from paged_trt.builder.onnx.probe import Probe, Step, steps_of
 from paged_trt.plugins.attention import FULL_WINDOW
 from paged_trt.plugins.errors import OnnxRewriteError
 

@@ -7,18 +7,16 @@ numbers of past and new tokens, in a batch of one with nothing padded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError, Evaluator
 from paged_trt.builder.onnx.graph import Array, attribute, value_name
 from paged_trt.builder.onnx.shapes import shapes_of_step
-from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, POSITION_IDS
 
 ATTENTION_MASK: Final = "attention_mask"
@@ -43,10 +41,6 @@ class Step:
 _SHAPE_STEP: Final = Step(5, 3)
 
 
-class EvaluationError(Exception):
-    """onnxruntime cannot run the part of the graph that computes a value."""
-
-
 class Probe:
     """Evaluates values of one graph that depend on nothing but lengths.
 
@@ -68,7 +62,7 @@ class Probe:
         """Window and proved length by mask: the layers of a model share one or two masks."""
         self._shapes: dict[str, tuple[int | None, ...]] | None = None
         self._known: dict[ir.Value, bool] = {}
-        self._sessions: dict[tuple[ir.Value, ir.Value | None], tuple[Any, list[ir.Value]]] = {}
+        self._evaluators: dict[tuple[ir.Value, ir.Value | None], Evaluator] = {}
 
     def shape(self, value: ir.Value) -> tuple[int | None, ...] | None:
         """Shape of `value` in a step of few tokens, of whatever is known of it."""
@@ -108,19 +102,28 @@ class Probe:
             UnsupportedError: onnxruntime is not installed.
         """
         key = (value, given)
-        if key not in self._sessions:
-            self._sessions[key] = self._session(value, given)
-        session, leaves = self._sessions[key]
+        if key not in self._evaluators:
+            nodes, leaves, constants = self._cut(value, given)
+            self._evaluators[key] = Evaluator(
+                [node for node in self._model.graph if node in nodes],
+                leaves,
+                constants,
+                result=value,
+                model=self._model,
+                given=given,
+            )
+        evaluator = self._evaluators[key]
         feeds = {
-            value_name(leaf): given_array if leaf is given else self._leaf_array(leaf, step)
-            for leaf in leaves
+            value_name(leaf): self._leaf_array(leaf, step)
+            for leaf in evaluator.leaves
+            if leaf is not given
         }
+        if given is not None and given_array is not None:
+            feeds[value_name(given)] = given_array
         try:
-            (array,) = session.run(None, feeds, _run_options())
-        # onnxruntime's exceptions have no common base of their own.
-        except Exception as error:
+            return evaluator.run(feeds)
+        except EvaluationError as error:
             raise EvaluationError(f"with {step}: {error}") from error
-        return np.asarray(array)
 
     def _can_evaluate(self, value: ir.Value, known: dict[ir.Value, bool]) -> bool:
         # Iterative: a mask may hang under hundreds of nodes.
@@ -186,43 +189,6 @@ class Probe:
         shape[2] = step.past
         return shape
 
-    def _session(self, value: ir.Value, given: ir.Value | None) -> tuple[Any, list[ir.Value]]:
-        runtime = _onnxruntime()
-        try:
-            proto, leaves = self._cut_model(value, given)
-            session = runtime.InferenceSession(
-                proto.SerializeToString(), _session_options(), providers=["CPUExecutionProvider"]
-            )
-        # A damaged node fails in onnx-ir or in onnxruntime, each with errors of its own.
-        except Exception as error:
-            raise EvaluationError(str(error)) from error
-        return session, leaves
-
-    def _cut_model(
-        self, value: ir.Value, given: ir.Value | None
-    ) -> tuple[onnx.ModelProto, list[ir.Value]]:
-        nodes, leaves, constants = self._cut(value, given)
-        graph = onnx.helper.make_graph(
-            [_runnable(ir.to_proto(node)) for node in self._model.graph if node in nodes],
-            "probe",
-            [_value_info(leaf, is_given=leaf is given) for leaf in leaves],
-            [onnx.helper.make_empty_tensor_value_info(value_name(value))],
-            [_tensor_proto(constant) for constant in constants],
-        )
-        if value in leaves or value in constants:
-            # An output needs a node that produces it.
-            graph.node.append(
-                onnx.helper.make_node("Identity", [value_name(value)], ["probe_output"])
-            )
-            graph.output[0].name = "probe_output"
-        opsets = [
-            onnx.helper.make_opsetid(domain, version)
-            for domain, version in self._model.opset_imports.items()
-        ]
-        proto = onnx.helper.make_model(graph, opset_imports=opsets)
-        proto.ir_version = self._model.ir_version
-        return proto, leaves
-
     def _cut(
         self, value: ir.Value, given: ir.Value | None
     ) -> tuple[set[ir.Node], list[ir.Value], list[ir.Value]]:
@@ -252,57 +218,3 @@ class Probe:
 def steps_of(pairs: Iterable[tuple[int, int]]) -> tuple[Step, ...]:
     """Steps of pairs (past, new)."""
     return tuple(Step(past, new) for past, new in pairs)
-
-
-def _value_info(leaf: ir.Value, *, is_given: bool) -> onnx.ValueInfoProto:
-    dtype = ir.DataType.FLOAT if is_given else leaf.dtype or ir.DataType.INT64
-    # Nodes in the model see shapes that stand in no value_info here: any will do.
-    return onnx.helper.make_tensor_value_info(value_name(leaf), dtype.value, None)
-
-
-def _runnable(node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node in float32 where it says bfloat16, which onnxruntime's CPU operators refuse."""
-    for found in node.attribute:
-        if found.name in {"to", "dtype"} and found.i == onnx.TensorProto.BFLOAT16:
-            found.i = onnx.TensorProto.FLOAT
-        if found.HasField("t") and found.t.data_type == onnx.TensorProto.BFLOAT16:
-            array = onnx.numpy_helper.to_array(found.t).astype(np.float32)
-            found.t.CopyFrom(onnx.numpy_helper.from_array(array, found.t.name))
-    return node
-
-
-def _tensor_proto(constant: ir.Value) -> onnx.TensorProto:
-    if constant.const_value is None:
-        raise EvaluationError(f"`{value_name(constant)}` has no data")
-    array = np.asarray(constant.const_value.numpy())
-    if constant.const_value.dtype is ir.DataType.BFLOAT16:
-        array = array.astype(np.float32)
-    return onnx.numpy_helper.from_array(array, value_name(constant))
-
-
-@functools.cache
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise UnsupportedError(
-            "proving a model's masks needs onnxruntime, which is not installed; run "
-            '`pip install "paged-trt[compare]"`'
-        ) from None
-    return onnxruntime
-
-
-def _session_options() -> Any:
-    options = _onnxruntime().SessionOptions()
-    options.graph_optimization_level = _onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    # Failures are part of the search and come back as exceptions.
-    options.log_severity_level = 4
-    return options
-
-
-def _run_options() -> Any:
-    options = _onnxruntime().RunOptions()
-    options.log_severity_level = 4
-    return options

@@ -176,7 +176,7 @@ def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
 
 def _logits(model: ir.Model, matches: Sequence[LayerMatch]) -> ir.Value:
     presents = {present for found in matches for present in found.presents}
-    others = [output for output in model.graph.outputs if output not in presents]
+    others = [each for each in model.graph.outputs if _without_identity(each) not in presents]
     if len(others) == 1:
         return others[0]
     names = ", ".join(f"`{value_name(each)}`" for each in others) or "none"
@@ -185,6 +185,15 @@ def _logits(model: ir.Model, matches: Sequence[LayerMatch]) -> ir.Value:
         f"besides the caches there has to be one output, the logits, and there are: {names}",
         "export without hidden states, attentions and other outputs",
     )
+
+
+def _without_identity(value: ir.Value) -> ir.Value:
+    while (producer := value.producer()) is not None and producer.op_type == "Identity":
+        source = producer.inputs[0]
+        if source is None:
+            break
+        value = source
+    return value
 
 
 def _logits_dims(logits: ir.Value) -> tuple[int, bool]:

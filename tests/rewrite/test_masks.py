@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 import rewrite_variants as variants
 
-from paged_trt.builder.onnx import probe as probe_module
+from paged_trt.builder.onnx import evaluator
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.mask import LONG_LENGTHS
 from paged_trt.builder.onnx.survey import survey
@@ -169,8 +169,8 @@ def test_without_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    probe_module._onnxruntime.cache_clear()
+    evaluator._onnxruntime.cache_clear()
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(UnsupportedError, match=r'pip install "paged-trt\[compare\]"'):
         survey(load(folder))
-    probe_module._onnxruntime.cache_clear()
+    evaluator._onnxruntime.cache_clear()
