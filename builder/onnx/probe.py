@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.evaluator import EvaluationError, Evaluator
-from paged_trt.builder.onnx.graph import Array, attribute, value_name
+from paged_trt.builder.onnx.graph import Array, attribute, static_dim, value_name
 from paged_trt.builder.onnx.shapes import shapes_of_step
 from paged_trt.plugins.tensors import INPUT_IDS, POSITION_IDS
 
@@ -60,7 +60,7 @@ class Probe:
                 self._value_sources.add(graph_input)
         self.proved_masks: dict[tuple[ir.Value, bool], tuple[int, int]] = {}
         """Window and proved length by mask: the layers of a model share one or two masks."""
-        self._shapes: dict[str, tuple[int | None, ...]] | None = None
+        self._shapes: dict[Step, dict[str, tuple[int | None, ...]]] = {}
         self._known: dict[ir.Value, bool] = {}
         self._evaluators: dict[tuple[ir.Value, ir.Value | None], Evaluator] = {}
 
@@ -68,13 +68,7 @@ class Probe:
         """Shape of `value` in a step of few tokens, of whatever is known of it."""
         if value.shape is not None and all(isinstance(dim, int) for dim in value.shape):
             return tuple(int(dim) for dim in value.shape if isinstance(dim, int))
-        if self._shapes is None:
-            inputs = {
-                value_name(source): tuple(self._source_shape(source, _SHAPE_STEP))
-                for source in self._shape_sources
-            }
-            self._shapes = shapes_of_step(self._model, inputs)
-        return self._shapes.get(value_name(value))
+        return self._shapes_at(_SHAPE_STEP).get(value_name(value))
 
     def depends_on_lengths_only(self, value: ir.Value, *, given: ir.Value | None = None) -> bool:
         """Whether `value` can be evaluated, `given` being supplied from outside."""
@@ -158,12 +152,21 @@ class Probe:
 
     def _is_shape_leaf(self, value: ir.Value) -> bool:
         node = value.producer()
-        return (
-            node is not None
-            and node.op_type == "Shape"
-            and node.domain == ""
-            and node.inputs[0] in self._shape_sources
-        )
+        if node is None or (node.domain, node.op_type) != ("", "Shape") or not node.inputs[0]:
+            return False
+        source = node.inputs[0]
+        # Shapes of hidden states and caches follow from those of the inputs.
+        inferred = self._shapes_at(_SHAPE_STEP).get(value_name(source), (None,))
+        return source in self._shape_sources or None not in inferred
+
+    def _shapes_at(self, step: Step) -> dict[str, tuple[int | None, ...]]:
+        if step not in self._shapes:
+            inputs = {
+                value_name(source): self._input_shape(source, step)
+                for source in self._shape_sources
+            }
+            self._shapes[step] = shapes_of_step(self._model, inputs)
+        return self._shapes[step]
 
     def _leaf_array(self, leaf: ir.Value, step: Step) -> Array:
         if leaf in self._value_sources:
@@ -178,16 +181,23 @@ class Probe:
         start, end = attribute(node, "start", 0), attribute(node, "end", len(shape))
         return np.asarray(shape[start:end], np.int64)
 
+    def _source_shape(self, source: ir.Value, step: Step) -> list[int]:
+        if source in self._shape_sources:
+            return list(self._input_shape(source, step))
+        inferred = self._shapes_at(step).get(value_name(source), (None,))
+        known = [dim for dim in inferred if dim is not None]
+        if len(known) != len(inferred):
+            raise EvaluationError(f"with {step} the shape of `{source.name}` is not known")
+        return known
+
     @staticmethod
-    def _source_shape(source: ir.Value, step: Step) -> list[int]:
+    def _input_shape(source: ir.Value, step: Step) -> tuple[int, ...]:
         if source.name == ATTENTION_MASK:
-            return [1, step.total]
+            return (1, step.total)
         if source.name in {INPUT_IDS, POSITION_IDS}:
-            return [1, step.new]
-        dims = source.shape or ir.Shape([1, 0, 0, 0])
-        shape = [1, *(dim if isinstance(dim, int) else 0 for dim in dims[1:])]
-        shape[2] = step.past
-        return shape
+            return (1, step.new)
+        heads, size = static_dim(source, 1), static_dim(source, 3)
+        return (1, heads or 0, step.past, size or 0)
 
     def _cut(
         self, value: ir.Value, given: ir.Value | None
