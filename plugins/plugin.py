@@ -17,7 +17,7 @@ from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
 from paged_trt.plugins.launch import dispatch
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
 from paged_trt.plugins.operands import (
     ALIASES,
     Dims,
@@ -225,7 +225,7 @@ class PagedAttentionPlugin(
             spec.layout.token_stride(operand, spec.operator)
             for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
         )
-        call = dispatch.AttentionCall(
+        call = AttentionCall(
             operands=tuple(self._address(operand, inputs, request) for operand in Operand),
             token_strides=(query, key, value),
             output=outputs[Output.OUTPUT],

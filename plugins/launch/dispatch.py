@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 from paged_trt.plugins.launch.planner import Planner
@@ -13,29 +12,10 @@ from paged_trt.plugins.launch.registry import (
     KernelPath,
     KernelRegistry,
 )
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
 
 REGISTRY: Final[KernelRegistry] = EmptyRegistry()
 """The kernels of this version."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """Device addresses and strides of one call.
-
-    Attributes:
-        operands: address of each operand, in the order of `Operand`.
-        token_strides: elements between two token rows of query, key and value.
-        output: address of output 0, dense token rows.
-        workspace: address of at least `Planner.workspace_bytes` bytes.
-        stream: handle of the CUDA stream.
-    """
-
-    operands: tuple[int, ...]
-    token_strides: tuple[int, int, int]
-    output: int
-    workspace: int
-    stream: int
 
 
 def kernel_paths(request: AttentionPlanRequest, planner: Planner) -> tuple[KernelPath, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelLaunchError
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
 
 
 class KernelPath(enum.Enum):
@@ -65,10 +65,21 @@ class KernelKey:
         )
 
 
+class Kernel(Protocol):
+    """A compiled and loaded kernel."""
+
+    def launch(self, call: AttentionCall, request: AttentionPlanRequest) -> None:
+        """Fill the kernel's argument struct and launch on the call's stream.
+
+        Raises:
+            KernelLaunchError: the driver refused.
+        """
+
+
 class KernelRegistry(Protocol):
     """Finds compiled kernels."""
 
-    def find(self, key: KernelKey) -> Any:
+    def find(self, key: KernelKey) -> Kernel:
         """The kernel of `key`, compiled and loaded.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a planner may know: geometry and sizes, never contents."""
+"""One attention call: what a planner may know of it, and where its data lies."""
 
 from __future__ import annotations
 
@@ -32,3 +32,22 @@ class AttentionPlanRequest:
     def is_decode(self) -> bool:
         """Whether every sequence row holds one token: T == N says so."""
         return self.step.num_tokens == self.step.num_seqs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """Device addresses and strides of one call.
+
+    Attributes:
+        operands: address of each operand, in the order of `Operand`.
+        token_strides: elements between two token rows of query, key and value.
+        output: address of output 0, dense token rows.
+        workspace: address of at least `Planner.workspace_bytes` bytes.
+        stream: handle of the CUDA stream.
+    """
+
+    operands: tuple[int, ...]
+    token_strides: tuple[int, int, int]
+    output: int
+    workspace: int
+    stream: int

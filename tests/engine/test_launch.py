@@ -14,7 +14,7 @@ from paged_trt.plugins.launch import dispatch
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import Direct, PlanSource, SplitKv, parse_attention_plan
 from paged_trt.plugins.launch.registry import KernelPath
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.trt import LogLines
 
@@ -93,7 +93,7 @@ def test_all_kernels_are_found_before_one_is_launched(
             events.append(key.path)
             return Kernel()
 
-    call = dispatch.AttentionCall(
+    call = AttentionCall(
         operands=(0,) * 11, token_strides=(0, 0, 0), output=0, workspace=0, stream=0
     )
     planner = PolicyPlanner(explicit=parse_attention_plan(plan))
