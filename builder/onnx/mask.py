@@ -28,6 +28,7 @@ from paged_trt.plugins.errors import OnnxRewriteError
 SMALL_STEPS: Final = (
     *steps_of([(0, 1), (0, 2), (0, 5), (1, 1), (1, 3), (4, 1), (7, 9)]),
     *steps_of([(0, 130), (127, 2), (128, 1), (129, 130), (300, 17), (511, 3)]),
+    *steps_of([(2000, 40), (5000, 9)]),
 )
 LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 9, -1))
 """Lengths that are tried, longest first: a mask cut from a table ends at some of them."""
@@ -93,6 +94,8 @@ def _prove(probe: Probe, mask: ir.Value, *, node: ir.Node, is_causal: bool) -> t
     window = FULL_WINDOW if visible == longest.total else visible
     lengths = [Step(length - 1, 1) for length in LONG_LENGTHS if length <= longest.total]
     for step in (*SMALL_STEPS, *lengths):
+        if step.total > longest.total:
+            continue
         try:
             found = visibility.evaluate(step)
         except EvaluationError as error:
