@@ -21,7 +21,13 @@ from paged_trt.builder.onnx.facts import (
     ModelFacts,
     PositionLimit,
 )
-from paged_trt.builder.onnx.graph import EXPORT_COMMAND, node_name, static_dim, value_name
+from paged_trt.builder.onnx.graph import (
+    EXPORT_COMMAND,
+    node_name,
+    require_static_dim,
+    static_dim,
+    value_name,
+)
 from paged_trt.builder.onnx.leftovers import find_index_values, live_values
 from paged_trt.builder.onnx.position_tables import find_position_tables
 from paged_trt.builder.onnx.probe import ATTENTION_MASK, Probe
@@ -141,8 +147,14 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
                     "use a model in which each layer has a cache of its own",
                 )
             owners[cache] = found.node
-            if static_dim(cache, 1) is None:
-                raise AssertionError(f"{cache.name} was accepted without a number of heads")
+            heads = require_static_dim(cache, 1, node=found.node)
+            if heads != found.attention.num_kv_heads:
+                raise OnnxRewriteError(
+                    node_name(found.node),
+                    f"its cache `{value_name(cache)}` has {heads} heads and its keys have "
+                    f"{found.attention.num_kv_heads}",
+                    "export key and value caches with one number of heads",
+                )
 
 
 def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:

@@ -159,6 +159,15 @@ def test_shared_cache(load: Load, dialect: str) -> None:
     assert second.name in message
 
 
+@pytest.mark.parametrize("heads", [4, "heads"])
+@pytest.mark.parametrize("dialect", ["attention23-past", "gqa"])
+def test_heads_of_the_value_cache(load: Load, dialect: str, heads: object) -> None:
+    model = load(dialect)
+    cache = variants.value_named(model, "past_key_values.1.value")
+    cache.shape = ir.Shape(["batch", heads, "past", 64])
+    assert "past_key_values.1.value" in refused(model)
+
+
 def test_cache_of_the_layer_before(load: Load) -> None:
     model = load("attention23-concat")
     first, second = variants.attention_nodes(model)
