@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,21 +50,13 @@ class Results(pydantic.BaseModel):
     rows: list[dict[str, Any]]
 
     def write(self, path: Path) -> None:
-        """Write JSON under a temporary name and rename it.
+        """Write the results as JSON.
 
         Raises:
             OSError: the file cannot be written.
         """
         data = self.model_dump(mode="json", by_alias=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(json.dumps(data, indent=1) + "\n")
-            Path(temporary).chmod(0o644)
-            Path(temporary).rename(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def read_results(path: Path) -> Results:

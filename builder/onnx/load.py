@@ -8,7 +8,6 @@ past the end of a file. Weights stay on disk and are mapped when they are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 
 import google.protobuf.message
@@ -18,6 +17,7 @@ from onnx_ir.passes.common import InlinePass
 
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN
+from paged_trt.plugins.onnx_tensors import model_tensors
 
 MINIMUM_OPSET = 18
 """Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
@@ -48,7 +48,8 @@ def load_model(path: Path) -> ir.Model:
     if not proto.graph.node:
         raise OnnxRewriteError(path.name, "the graph has no nodes", _EXPORT_AGAIN)
     folder = path.resolve().parent
-    for tensor in _tensors(proto):
+    _refuse_sparse(proto)
+    for tensor in model_tensors(proto):
         _check_tensor(tensor, folder)
     try:
         model = ir.from_proto(proto)
@@ -123,33 +124,13 @@ def _check_versions(proto: onnx.ModelProto, name: str) -> None:
         )
 
 
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    yield from _graph_tensors(proto.graph)
-    for function in proto.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    if graph.sparse_initializer:
+def _refuse_sparse(proto: onnx.ModelProto) -> None:
+    for sparse in proto.graph.sparse_initializer:
         raise OnnxRewriteError(
-            graph.sparse_initializer[0].values.name or graph.name,
+            sparse.values.name or proto.graph.name,
             "sparse initializers are not supported",
             "store the weights as dense tensors",
         )
-    yield from graph.initializer
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.HasField("g"):
-                yield from _graph_tensors(attribute.g)
-            for graph in attribute.graphs:
-                yield from _graph_tensors(graph)
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> None:
