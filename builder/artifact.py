@@ -67,10 +67,13 @@ def require_target(target: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
+def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield a fresh directory beside `target` that takes its place when the block ends.
 
     On any exception, Ctrl-C included, the fresh directory is removed and `target` stays.
+
+    Raises:
+        ConfigError: as `require_target`, of what came to `target` while the block ran.
     """
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -78,6 +81,8 @@ def staged_directory(target: Path) -> Iterator[Path]:
         staging.chmod(0o755)
         for path in staging.iterdir():
             _flush(path)
+        # A build takes minutes: another one may have finished here meanwhile.
+        require_target(target, force=force)
         _replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
