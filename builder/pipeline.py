@@ -11,13 +11,14 @@ from pathlib import Path
 import onnx_ir as ir
 
 from paged_trt.builder import artifact
-from paged_trt.builder.config import BuildConfig, read_kv_scales, resolve
+from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.kv_scales import read_scales_file, require_scales
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AUTO, AttentionPlan, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -155,7 +156,8 @@ def _prepare(request: BuildRequest) -> _Prepared:
     facts = survey(model)
     spec = resolve(config, facts)
     if spec.kv_cache_dtype.is_quantised and config.kv_scales is not None:
-        read_kv_scales(config.kv_scales, spec.layers)
+        scales = read_scales_file(config.kv_scales)
+        require_scales(scales, spec.layers, where=f"`{config.kv_scales}`")
     rewrite(model, facts=facts, spec=spec)
     plan = _page_plan(spec, model, request, dialect=facts.dialect.value)
     return _Prepared(model=model, plan=plan, tokenizer_files=tokenizer_files)

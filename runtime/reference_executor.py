@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, ManifestError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, ExecutionError, ManifestError, UnsupportedError
+from paged_trt.plugins.kv_scales import require_scales
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -20,8 +21,6 @@ from paged_trt.plugins.tensors import (
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
-    Role,
-    TensorSpec,
     pool_output_name,
 )
 from paged_trt.runtime.executor import StepInputs
@@ -53,7 +52,7 @@ class ReferenceExecutor:
         UnsupportedError: onnxruntime is not installed or cannot run the model.
         SpecMismatchError: a tensor of the model differs from the tensor table.
         ManifestError: the model cannot be read, weights lie outside its directory, or
-            scales are missing or misshapen.
+            scales are missing, unknown, misshapen or no positive numbers.
     """
 
     def __init__(
@@ -209,30 +208,9 @@ def _ort_value(runtime: ModuleType, array: Array) -> Any:
 
 
 def _checked_scales(spec: EngineSpec, kv_scales: Mapping[str, Array]) -> dict[str, Array]:
-    wanted = {each.name: each for each in spec.tensors() if each.role is Role.SCALES}
-    if unknown := sorted(set(kv_scales) - set(wanted)):
-        raise ManifestError(
-            f"`{unknown[0]}` is no scales input of this engine, which has {len(wanted)}; "
-            "rebuild the engine"
-        )
-    return {name: _checked_scale(each, kv_scales) for name, each in wanted.items()}
-
-
-def _checked_scale(tensor: TensorSpec, kv_scales: Mapping[str, Array]) -> Array:
-    if tensor.name not in kv_scales:
-        raise ManifestError(
-            f"the scales `{tensor.name}` are missing, found {len(kv_scales)} others; "
-            "rebuild the engine with its KV scales"
-        )
-    array = kv_scales[tensor.name]
-    if array.shape != tensor.dims or array.dtype != np.float32:
-        raise ManifestError(
-            f"the scales `{tensor.name}` must be {list(tensor.dims)} float32, found "
-            f"{list(array.shape)} {array.dtype}; rebuild the engine"
-        )
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ManifestError(
-            f"the scales `{tensor.name}` must be positive and finite, found {array.min()} to "
-            f"{array.max()}; calibrate them again"
-        )
-    return np.ascontiguousarray(array)
+    if not spec.kv_cache_dtype.is_quantised:
+        return {}
+    try:
+        return {**require_scales(kv_scales, spec.layers, where="the engine's KV scales")}
+    except ConfigError as error:
+        raise ManifestError(f"{error}, and rebuild the engine with `--kv-scales`") from error
