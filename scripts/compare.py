@@ -14,6 +14,7 @@ from rich.text import Text
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.comparison import SequenceResult
+from paged_trt.runtime.engine import EXECUTORS
 from paged_trt.scripts.files import write_text
 from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 
@@ -35,7 +36,7 @@ def _parse_prompt_lens(
 @click.argument("engine_dir", type=click.Path(path_type=Path))
 @click.option(
     "--executor",
-    type=click.Choice(["auto", "tensorrt", "reference"]),
+    type=click.Choice(EXECUTORS),
     default="auto",
     show_default=True,
     help="What runs the engine; auto is TensorRT where there is a GPU.",

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paged_trt.plugins.errors import ConfigError, SequenceError
-from paged_trt.runtime.tokenizer import Tokenizer
-
-TOKENIZER_FILE = "tokenizer.json"
+from paged_trt.runtime.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

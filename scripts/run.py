@@ -9,12 +9,10 @@ import click
 from rich.console import Console
 
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.runtime.engine import load_engine
+from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.session import Generation, Session
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
-
-EXECUTORS = ("auto", "tensorrt", "reference")
 
 
 @click.command(name="run")
