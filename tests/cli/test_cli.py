@@ -80,6 +80,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-kv-cache-capacity=2049"], ["2049", "2048"]),
         (["--max-input-len=201"], ["201", "200"]),
         (["--max-num-tokens=0"], ["0"]),
+        (["--max-num-tokens=2147483647"], ["2147483647", "lower it"]),
         (["--kv-cache-dtype=int8"], ["--kv-scales"]),
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
         (["--attention-plan=split:100"], ["100", "128"]),

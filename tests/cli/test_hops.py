@@ -13,7 +13,7 @@ import pytest
 from engine_dirs import write_engine_dir
 
 from paged_trt.plugins import hops
-from paged_trt.plugins.errors import SpecMismatchError
+from paged_trt.plugins.errors import ManifestError, SpecMismatchError
 from paged_trt.plugins.fields import OP_TYPE
 from paged_trt.plugins.manifest import (
     EngineManifest,
@@ -180,6 +180,24 @@ def test_only_its_check_catches_it(
         # The tensor table is looked at twice, in the manifest and as a hop.
         monkeypatch.setattr(hops, "_require_count", lambda *_, **__: None)
     assert check(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_pages", 1), ("num_pages", -1), ("head_dim", 0), ("window", "all"), ("softcap", -1.0)],
+)
+def test_an_attribute_that_no_build_writes_is_the_engines_fault(
+    name: str, value: int | float | str, engine: Path
+) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        node = next(each for each in model.graph.node if each.op_type == OP_TYPE)
+        attribute = next(each for each in node.attribute if each.name == name)
+        attribute.CopyFrom(onnx.helper.make_attribute(name, value))
+
+    edit_model(engine, change)
+    with pytest.raises(ManifestError, match=rf"node .*{name}|node .*all") as caught:
+        check(engine)
+    assert caught.value.exit_code == 4
 
 
 def test_a_count_that_all_of_the_manifest_shares_still_meets_plan_and_model(engine: Path) -> None:
