@@ -61,7 +61,8 @@ def render(text: str, directory: Path = RESULTS) -> str:
         if kind not in TABLES:
             raise ConfigError(f"the README asks for results `{kind}`; known are {sorted(TABLES)}")
         files = [(name, results) for name, results in found if results.kind == kind]
-        return match[1] + TABLES[kind](files) + match[3]
+        # A table without rows says nothing.
+        return match[1] + (TABLES[kind](files) if files else "") + match[3]
 
     return MARKER.sub(table, text)
 

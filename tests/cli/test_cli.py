@@ -15,6 +15,8 @@ from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
 from paged_trt.scripts.cli import COMMANDS, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
+from paged_trt.scripts.readme import render
+from paged_trt.scripts.results import read_results
 
 LIMITS = ("--max-batch-size=2", "--max-input-len=100", "--max-kv-cache-capacity=200")
 
@@ -273,6 +275,21 @@ def test_compare_accepts_the_engine(
     options = ["--new-tokens=4", "--input-ids=1,2,3", "--input-ids=9", "--executor=reference"]
     assert main(["compare", str(model), str(engine), *options]) == 0
     assert "not run: TensorRT" in capsys.readouterr().out
+
+
+def test_bench_e2e_writes_what_the_readme_shows(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "e2e.json"
+    options = ["--prompt", "a b", "--prompt", "c", "--new-tokens", "3", "-o", str(output)]
+    assert main(["bench", "e2e", str(model), str(engine), *options]) == 0
+    (row,) = read_results(output).rows
+    # Two prompts of several tokens: prefilled whole and in chunks.
+    assert (row["verdict"], row["tokens_compared"], row["num_pages"]) == ("agrees", 12, 4)
+    assert 0 < row["step_us_eager_min"] <= row["step_us_eager"] <= row["step_us_eager_max"]
+    text = render("<!-- results: e2e -->\nold\n<!-- end -->", tmp_path)
+    assert "old" not in text
+    assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
 def test_without_a_reference_the_directory_is_small(
