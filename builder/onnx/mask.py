@@ -30,7 +30,7 @@ SMALL_STEPS: Final = (
     *steps_of([(0, 130), (127, 2), (128, 1), (129, 130), (300, 17), (511, 3)]),
     *steps_of([(2000, 40), (5000, 9)]),
 )
-LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 9, -1))
+LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 4, -1))
 """Lengths that are tried, longest first: a mask cut from a table ends at some of them."""
 _HIDDEN_BELOW: Final = -1e4
 """An additive mask hides with less than this: exporters write -inf or the type's minimum."""
