@@ -1,0 +1,53 @@
+"""Exports a model with the model builder of onnxruntime-genai, through its command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from zoo import VOCAB
+
+
+def export_genai(model: Any, path: Path, *, provider: str, options: dict[str, str]) -> None:
+    """Write `path`, and its weights beside it.
+
+    Args:
+        model: a causal language model of transformers.
+        path: where the ONNX file is to be, named `model.onnx`.
+        provider: `-e` of the builder.
+        options: its `--extra_options`.
+
+    Raises:
+        RuntimeError: the builder failed; the message ends with its last lines.
+    """
+    source = path.parent / "source"
+    model.save_pretrained(source)
+    _tokenizer().save_pretrained(source)
+    command = [
+        *(sys.executable, "-m", "onnxruntime_genai.models.builder"),
+        *("-i", str(source), "-o", str(path.parent), "-p", "fp16", "-e", provider),
+        *("-c", str(path.parent / "builder-cache")),
+    ]
+    if options:
+        command += ["--extra_options", *(f"{key}={value}" for key, value in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not path.is_file():
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
+
+
+def _tokenizer() -> Any:
+    """A tokenizer that the builder can copy; nothing here reads text."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: index for index, name in enumerate(("<pad>", "<s>", "</s>"))}
+    words |= {f"t{index}": index for index in range(len(words), VOCAB)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
