@@ -15,8 +15,8 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.runtime.dense_ports import Port, complete_caches
 
-FLOAT_TYPES: Final = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 # Operator -> (input, output) positions of the caches that it extends.
 _CACHE_PORTS: Final[dict[str, tuple[tuple[int, int], ...]]] = {
     "Attention": ((4, 1), (5, 2)),
@@ -53,17 +53,6 @@ class DenseSignature:
     integer_dtypes: dict[str, DType]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Port:
-    name: str
-    dtype: DType | None
-    dims: tuple[int | None, ...]
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype in FLOAT_TYPES
-
-
 def load_graph(path: Path) -> onnx.ModelProto:
     """The model without its external data.
 
@@ -93,7 +82,7 @@ def read_signature(model: onnx.ModelProto) -> DenseSignature:
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = [_port(value) for value in model.graph.input if value.name not in constants]
     outputs = [_port(value) for value in model.graph.output]
-    pasts = [port for port in inputs if _is_cache(port)]
+    pasts = complete_caches(model.graph, [port for port in inputs if _is_cache(port)])
     plain = [port for port in inputs if not _is_cache(port)]
     roles = _plain_roles(plain)
     presents = [port for port in outputs if port.is_float and len(port.dims) == 4]
@@ -107,7 +96,7 @@ def read_signature(model: onnx.ModelProto) -> DenseSignature:
     )
 
 
-def _port(value: onnx.ValueInfoProto) -> _Port:
+def _port(value: onnx.ValueInfoProto) -> Port:
     tensor = value.type.tensor_type
     try:
         dtype = DType.from_onnx(tensor.elem_type)
@@ -116,14 +105,14 @@ def _port(value: onnx.ValueInfoProto) -> _Port:
     dims = tuple(
         int(dim.dim_value) if dim.HasField("dim_value") else None for dim in tensor.shape.dim
     )
-    return _Port(value.name, dtype, dims)
+    return Port(value.name, dtype, dims)
 
 
-def _is_cache(port: _Port) -> bool:
+def _is_cache(port: Port) -> bool:
     return port.is_float and len(port.dims) == 4 and "mask" not in port.name
 
 
-def _known_dtype(port: _Port) -> DType:
+def _known_dtype(port: Port) -> DType:
     if port.dtype is None:
         raise UnsupportedError(
             f"input `{port.name}` has an element type that compare cannot feed; "
@@ -132,8 +121,8 @@ def _known_dtype(port: _Port) -> DType:
     return port.dtype
 
 
-def _plain_roles(ports: list[_Port]) -> dict[str, _Port]:
-    roles: dict[str, _Port] = {}
+def _plain_roles(ports: list[Port]) -> dict[str, Port]:
+    roles: dict[str, Port] = {}
     for port in ports:
         key = next((key for key in ("mask", "position", "input_ids") if key in port.name), None)
         if key is None or key in roles or port.is_float or len(port.dims) > 2:
@@ -151,7 +140,7 @@ def _plain_roles(ports: list[_Port]) -> dict[str, _Port]:
     return roles
 
 
-def _logits(outputs: list[_Port], presents: list[_Port]) -> str:
+def _logits(outputs: list[Port], presents: list[Port]) -> str:
     rest = [port for port in outputs if port not in presents]
     named = [port for port in rest if port.name == "logits"] or rest
     if len(named) != 1 or not named[0].is_float:
@@ -163,7 +152,7 @@ def _logits(outputs: list[_Port], presents: list[_Port]) -> str:
 
 
 def _pair_caches(
-    graph: onnx.GraphProto, pasts: list[_Port], presents: list[_Port]
+    graph: onnx.GraphProto, pasts: list[Port], presents: list[Port]
 ) -> tuple[CachePort, ...]:
     if not pasts or len(pasts) != len(presents):
         raise UnsupportedError(
@@ -193,9 +182,9 @@ def _pair_caches(
     )
 
 
-def _empty_shape(port: _Port) -> tuple[int, ...]:
+def _empty_shape(port: Port) -> tuple[int, ...]:
     free = [axis for axis, dim in enumerate(port.dims) if axis > 0 and dim is None]
-    if len(free) != 1 or port.dims[0] not in (None, 1):
+    if len(free) != (0 if port.is_window else 1) or port.dims[0] not in (None, 1):
         raise UnsupportedError(
             f"cache input `{port.name}` must have a batch of 1 or a free one and one free axis, "
             f"the past; found {list(port.dims)}: export it with a dynamic past length"

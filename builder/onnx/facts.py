@@ -17,6 +17,7 @@ class Dialect(enum.Enum):
     PAGED_ATTENTION = "paged_trt::PagedAttention"
     ATTENTION = "ai.onnx::Attention"
     GROUP_QUERY_ATTENTION = "com.microsoft::GroupQueryAttention"
+    RUNTIME_PAGED_ATTENTION = "com.microsoft::PagedAttention"
 
 
 class Layout(enum.Enum):
@@ -30,6 +31,19 @@ class Layout(enum.Enum):
     """`[1, T, H * D]`."""
     PACKED = "packed"
     """Query, key and value side by side, `[1, T, (H + 2 * H_kv) * D]`; output FLAT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorm:
+    """RMS norm of each head before the rotary embedding.
+
+    Attributes:
+        weight: `[head_dim]`.
+        epsilon: added to the mean square.
+    """
+
+    weight: ir.Value
+    epsilon: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +62,10 @@ class LayerMatch:
         rope_tables: cosine and sine, `[max_positions, rotary_dim / 2]` each, or the one table
             of a PagedAttention node.
         sinks: `[num_q_heads]`, a constant.
+        head_norms: of query and key, where the node norms them itself.
+        step_inputs: graph inputs that only this dialect's attention reads: they go with it.
+        has_batch_axis: whether the model's activations lead with a batch axis; without it,
+            FLAT and PACKED are `[T, width]`.
     """
 
     node: ir.Node
@@ -60,6 +78,9 @@ class LayerMatch:
     presents: tuple[ir.Value, ir.Value]
     rope_tables: tuple[ir.Value, ...] = ()
     sinks: ir.Value | None = None
+    head_norms: tuple[HeadNorm, HeadNorm] | None = None
+    step_inputs: tuple[ir.Value, ...] = ()
+    has_batch_axis: bool = True
 
 
 class IndexKind(enum.Enum):
@@ -129,3 +150,8 @@ class ModelFacts:
     matches: tuple[LayerMatch, ...] = ()
     index_values: tuple[IndexValue, ...] = ()
     logits: ir.Value | None = None
+
+    @property
+    def has_batch_axis(self) -> bool:
+        """Whether token ids and logits of the model lead with a batch axis."""
+        return all(found.has_batch_axis for found in self.matches)

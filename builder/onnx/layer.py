@@ -117,13 +117,21 @@ def _tokens(emit: Emitter, layer: LayerMatch) -> list[ir.Value]:
         widths = [count * size for count, size in zip(heads, sizes, strict=True)]
         values = list(
             emit.many(
-                "Split", [layer.query, emit.integers(widths)], "Split", {"axis": 2}, num_outputs=3
+                "Split", [layer.query, emit.integers(widths)], "Split", {"axis": -1}, num_outputs=3
             )
         )
-    return [
+    values = [
         emit.op("Reshape", [value, emit.integers([-1, count, size])], f"{name}/Reshape")
         for value, name, count, size in zip(values, names, heads, sizes, strict=True)
     ]
+    for index, norm in enumerate(layer.head_norms or ()):
+        values[index] = emit.op(
+            "RMSNormalization",
+            [values[index], norm.weight],
+            f"{names[index]}/RMSNormalization",
+            {"axis": -1, "epsilon": norm.epsilon},
+        )
+    return values
 
 
 def _output(emit: Emitter, layer: LayerMatch, output: ir.Value) -> ir.Value:
@@ -135,7 +143,8 @@ def _output(emit: Emitter, layer: LayerMatch, output: ir.Value) -> ir.Value:
         heads_first = emit.op("Transpose", [output], "output/Transpose", {"perm": [1, 0, 2]})
         return emit.op("Unsqueeze", [heads_first, emit.integers([0])], "output/Unsqueeze")
     width = attention.num_q_heads * attention.value_head_dim
-    return emit.op("Reshape", [output, emit.integers([1, -1, width])], "output/Reshape")
+    dims = [1, -1, width] if layer.has_batch_axis else [-1, width]
+    return emit.op("Reshape", [output, emit.integers(dims)], "output/Reshape")
 
 
 def _rope_table(shared: Emitter, layer: LayerMatch) -> ir.Value:

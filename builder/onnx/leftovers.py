@@ -67,7 +67,7 @@ def find_index_values(
     live = live_values(matches, logits, ())
     attention = {found.node for found in matches}
     tainted = {present for found in matches for present in found.presents}
-    tainted |= {cache for found in matches for cache in found.caches}
+    tainted |= {each for found in matches for each in (*found.caches, *found.step_inputs)}
     tainted |= {each for each in model.graph.inputs if each.name == ATTENTION_MASK}
     results: list[IndexValue] = []
     for node in model.graph:

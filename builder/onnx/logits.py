@@ -20,27 +20,31 @@ _BINARY: Final = frozenset({"Mul", "Div", "Add", "Sub"})
 _PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits"})
 
 
-def gather_last_tokens(graph: ir.Graph, logits: ir.Value, offsets: ir.Value) -> ir.Value:
+def gather_last_tokens(
+    graph: ir.Graph, logits: ir.Value, offsets: ir.Value, *, has_batch_axis: bool
+) -> ir.Value:
     """Reduce `logits` to the last token of each sequence row.
 
     Args:
         graph: the graph to change.
-        logits: `[1, num_tokens, vocab]`.
+        logits: `[1, num_tokens, vocab]`, or `[num_tokens, vocab]`.
         offsets: `query_start_offsets`, `[num_seqs + 1]` int32.
+        has_batch_axis: which of the two.
 
     Returns:
         `[num_seqs, vocab]`; a padding row repeats the logits of some other token.
     """
     emit = Emitter(graph, "/paged_trt/last_tokens")
     rows = _last_rows(emit, offsets)
+    axis = int(has_batch_axis)
     head = _head_product(logits)
-    if head is None:
-        gathered = _gather(emit, logits, rows)
-        return emit.op("Squeeze", [gathered, emit.integers([0])], LOGITS, dtype=logits.dtype)
-    hidden = head.inputs[0]
-    if hidden is None:
-        raise AssertionError(f"{head.name} has no input")
-    head.replace_input_with(0, _gather(emit, hidden, rows))
+    hidden = None if head is None else head.inputs[0]
+    if head is None or hidden is None:
+        logits = _gather(emit, logits, rows, axis)
+    else:
+        head.replace_input_with(0, _gather(emit, hidden, rows, axis))
+    if not has_batch_axis:
+        return logits
     return emit.op("Squeeze", [logits, emit.integers([0])], LOGITS, dtype=logits.dtype)
 
 
@@ -62,8 +66,8 @@ def _last_rows(emit: Emitter, offsets: ir.Value) -> ir.Value:
     return emit.op("Max", [last, emit.integers([0])], "rows", dtype=ir.DataType.INT64)
 
 
-def _gather(emit: Emitter, value: ir.Value, rows: ir.Value) -> ir.Value:
-    return emit.op("Gather", [value, rows], "Gather", {"axis": 1}, dtype=value.dtype)
+def _gather(emit: Emitter, value: ir.Value, rows: ir.Value, axis: int) -> ir.Value:
+    return emit.op("Gather", [value, rows], "Gather", {"axis": axis}, dtype=value.dtype)
 
 
 def _head_product(logits: ir.Value) -> ir.Node | None:

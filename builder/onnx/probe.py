@@ -39,6 +39,7 @@ class Step:
 
 
 _SHAPE_STEP: Final = Step(5, 3)
+_UNKNOWN_SIZES: Final = (61, 67)
 
 
 class Probe:
@@ -107,17 +108,24 @@ class Probe:
                 given=given,
             )
         evaluator = self._evaluators[key]
-        feeds = {
-            value_name(leaf): self._leaf_array(leaf, step)
-            for leaf in evaluator.leaves
-            if leaf is not given
-        }
+        leaves = [leaf for leaf in evaluator.leaves if leaf is not given]
+        fed = {}
         if given is not None and given_array is not None:
-            feeds[value_name(given)] = given_array
+            fed[value_name(given)] = given_array
+        # An exporter may leave the size of a cache's heads open. Two sizes have to agree then.
+        is_open = any(self._is_open(leaf, step) for leaf in leaves)
         try:
-            return evaluator.run(feeds)
+            found, *others = (
+                evaluator.run(
+                    fed | {value_name(leaf): self._leaf_array(leaf, step, size) for leaf in leaves}
+                )
+                for size in _UNKNOWN_SIZES[: 2 if is_open else 1]
+            )
         except EvaluationError as error:
             raise EvaluationError(f"with {step}: {error}") from error
+        if any(not np.array_equal(found, other) for other in others):
+            raise EvaluationError(f"with {step}: it depends on a size that the model leaves open")
+        return found
 
     def _can_evaluate(self, value: ir.Value, known: dict[ir.Value, bool]) -> bool:
         # Iterative: a mask may hang under hundreds of nodes.
@@ -168,7 +176,13 @@ class Probe:
             self._shapes[step] = shapes_of_step(self._model, inputs)
         return self._shapes[step]
 
-    def _leaf_array(self, leaf: ir.Value, step: Step) -> Array:
+    def _is_open(self, leaf: ir.Value, step: Step) -> bool:
+        node = leaf.producer()
+        if leaf in self._value_sources or node is None or node.inputs[0] is None:
+            return False
+        return None in self._source_shape(node.inputs[0], step)
+
+    def _leaf_array(self, leaf: ir.Value, step: Step, unknown: int) -> Array:
         if leaf in self._value_sources:
             dtype = (leaf.dtype or ir.DataType.INT64).numpy()
             if leaf.name == ATTENTION_MASK:
@@ -179,25 +193,25 @@ class Probe:
             raise AssertionError(f"{leaf.name} is no leaf")
         shape = self._source_shape(node.inputs[0], step)
         start, end = attribute(node, "start", 0), attribute(node, "end", len(shape))
-        return np.asarray(shape[start:end], np.int64)
+        dims = [unknown if dim is None else dim for dim in shape[start:end]]
+        return np.asarray(dims, np.int64)
 
-    def _source_shape(self, source: ir.Value, step: Step) -> list[int]:
+    def _source_shape(self, source: ir.Value, step: Step) -> tuple[int | None, ...]:
         if source in self._shape_sources:
-            return list(self._input_shape(source, step))
+            return self._input_shape(source, step)
         inferred = self._shapes_at(step).get(value_name(source), (None,))
-        known = [dim for dim in inferred if dim is not None]
-        if len(known) != len(inferred):
+        if None in inferred:
             raise EvaluationError(f"with {step} the shape of `{source.name}` is not known")
-        return known
+        return inferred
 
     @staticmethod
-    def _input_shape(source: ir.Value, step: Step) -> tuple[int, ...]:
+    def _input_shape(source: ir.Value, step: Step) -> tuple[int | None, ...]:
         if source.name == ATTENTION_MASK:
             return (1, step.total)
         if source.name in {INPUT_IDS, POSITION_IDS}:
-            return (1, step.new)
-        heads, size = static_dim(source, 1), static_dim(source, 3)
-        return (1, heads or 0, step.past, size or 0)
+            has_batch_axis = source.shape is None or len(source.shape) > 1
+            return (1, step.new) if has_batch_axis else (step.new,)
+        return (1, static_dim(source, 1), step.past, static_dim(source, 3))
 
     def _cut(
         self, value: ir.Value, given: ir.Value | None

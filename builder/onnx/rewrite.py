@@ -70,8 +70,15 @@ def rewrite(model: ir.Model, *, facts: ModelFacts, spec: EngineSpec) -> ir.Model
         _replace_index_value(graph, found, inputs)
     for index, layer in enumerate(facts.matches):
         outputs |= replace_layer(graph, layer, index=index, inputs=inputs, spec=spec)
+    if not facts.has_batch_axis:
+        _drop_batch_axis(graph, inputs[INPUT_IDS])
     if spec.logits_mode is LogitsMode.LAST and not facts.last_tokens_only:
-        logits = gather_last_tokens(graph, logits, inputs[QUERY_START_OFFSETS])
+        logits = gather_last_tokens(
+            graph, logits, inputs[QUERY_START_OFFSETS], has_batch_axis=facts.has_batch_axis
+        )
+    elif not facts.has_batch_axis:
+        emit = Emitter(graph, "/paged_trt/logits")
+        logits = emit.op("Unsqueeze", [logits, emit.integers([0])], LOGITS, dtype=logits.dtype)
     outputs[LOGITS] = logits
     _set_outputs(graph, outputs, spec)
     RemoveUnusedNodesPass()(model)
@@ -156,6 +163,15 @@ def _replace_index_value(graph: ir.Graph, found: IndexValue, inputs: dict[str, i
         new = emit.op("Reshape", [inputs[POSITION_IDS], emit.integers(shape)], "reshape")
         new = emit.op("Cast", [new], "cast", {"to": dtype}, dtype=dtype)
     replace_uses(found.value, new)
+
+
+def _drop_batch_axis(graph: ir.Graph, input_ids: ir.Value) -> None:
+    """Let a model of `[num_tokens]` ids read the engine's `[1, num_tokens]`."""
+    readers = list(input_ids.uses())
+    emit = Emitter(graph, "/paged_trt/input_ids")
+    flat = emit.op("Squeeze", [input_ids, emit.integers([0])], "Squeeze", dtype=input_ids.dtype)
+    for node, index in readers:
+        node.replace_input_with(index, flat)
 
 
 def _set_outputs(graph: ir.Graph, outputs: dict[str, ir.Value], spec: EngineSpec) -> None:

@@ -14,7 +14,7 @@ _SMALL_BYTES: Final = 1024
 
 
 def shapes_of_step(
-    model: ir.Model, inputs: dict[str, tuple[int, ...]]
+    model: ir.Model, inputs: dict[str, tuple[int | None, ...]]
 ) -> dict[str, tuple[int | None, ...]]:
     """Shapes by value name, as onnx infers them; values that it cannot infer are left out.
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from paged_trt.builder.onnx import attention, group_query, paged
+from paged_trt.builder.onnx import attention, group_query, paged, runtime_paged
 from paged_trt.builder.onnx.facts import (
     Dialect,
     IndexKind,
@@ -40,10 +40,9 @@ _DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], _Match], ...]] 
     (Dialect.PAGED_ATTENTION, paged.is_match, paged.match),
     (Dialect.ATTENTION, attention.is_match, attention.match),
     (Dialect.GROUP_QUERY_ATTENTION, group_query.is_match, group_query.match),
+    (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
-_NOT_YET: Final = frozenset(
-    {"PagedAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "Attention"}
-)
+_NOT_YET: Final = frozenset({"MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "Attention"})
 
 
 def survey(model: ir.Model) -> ModelFacts:
@@ -77,7 +76,9 @@ def survey(model: ir.Model) -> ModelFacts:
     index_values = find_index_values(model, probe, matches=matches, logits=logits)
     live = live_values(matches, logits, index_values)
     limits.extend(find_position_tables(model, probe, live))
-    vocab_size, last_only = _logits_dims(logits)
+    vocab_size, last_only = _logits_dims(
+        logits, has_batch_axis=all(found.has_batch_axis for found in matches)
+    )
     return ModelFacts(
         dialect=dialect,
         layers=tuple(found.attention for found in matches),
@@ -147,6 +148,8 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
                     "use a model in which each layer has a cache of its own",
                 )
             owners[cache] = found.node
+            if not found.has_batch_axis:
+                continue
             heads = require_static_dim(cache, 1, node=found.node)
             if heads != found.attention.num_kv_heads:
                 raise OnnxRewriteError(
@@ -159,7 +162,7 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
 
 def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
     known = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *paged.STEP_INPUTS}
-    caches = {cache for found in matches for cache in found.caches}
+    caches = {each for found in matches for each in (*found.caches, *found.step_inputs)}
     scales = {found.node.inputs[9] for found in matches if paged.is_match(found.node)}
     for graph_input in model.graph.inputs:
         is_known = (
@@ -208,13 +211,14 @@ def _without_identity(value: ir.Value) -> ir.Value:
     return value
 
 
-def _logits_dims(logits: ir.Value) -> tuple[int, bool]:
+def _logits_dims(logits: ir.Value, *, has_batch_axis: bool) -> tuple[int, bool]:
     """Vocabulary size, and whether there is one row per sequence."""
     shape = logits.shape
     vocab_size = static_dim(logits, -1)
     rank = 0 if shape is None else len(shape)
     last_only = rank == 2 and shape is not None and shape[0] == ir.SymbolicDim(NUM_SEQS)
-    keeps_tokens = rank == 3 and static_dim(logits, 1) is None
+    token_axis = int(has_batch_axis)
+    keeps_tokens = rank == token_axis + 2 and static_dim(logits, token_axis) is None
     if vocab_size is None or not (last_only or keeps_tokens):
         raise OnnxRewriteError(
             value_name(logits),

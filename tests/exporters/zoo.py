@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-VOCAB: Final = 512
+VOCAB: Final = 500
+"""The size of nothing else: onnxruntime-genai's builder finds the LM head by it."""
 MAX_POSITIONS: Final = 1024
 
 
