@@ -176,9 +176,7 @@ def _page_plan(
         model_name=request.model.name,
         dialect=dialect,
         pool_bytes=spec.pool_bytes(),
-        kv_bytes_per_token=sum(
-            layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in spec.layers
-        )
+        kv_bytes_per_token=sum(layer.kv_elements for layer in spec.layers)
         * spec.kv_cache_dtype.itemsize,
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),

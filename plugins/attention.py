@@ -105,3 +105,8 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one key head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim)

@@ -15,7 +15,7 @@ from rich.logging import RichHandler
 
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 
-COMMANDS = ("build", "inspect", "run", "compare", "bench")
+COMMANDS = ("explain", "build", "inspect", "run", "compare", "bench")
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
@@ -42,7 +42,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(importlib.metadata.version("paged-trt"), prog_name="paged-trt")
 def cli() -> None:
-    """Paged attention inside a TensorRT engine: build, inspect, run and compare.
+    """Paged attention inside a TensorRT engine: explain, build, inspect, run and compare.
 
     \b
     Example:

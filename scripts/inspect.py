@@ -12,6 +12,7 @@ from rich.table import Table
 
 from paged_trt.plugins.hops import Hop, check_hops
 from paged_trt.plugins.manifest import EngineManifest, check_files, read_manifest
+from paged_trt.scripts.attention_cells import ATTENTION_COLUMNS, attention_cells
 
 
 @click.command(name="inspect")
@@ -74,8 +75,7 @@ def _summary(manifest: EngineManifest) -> Table:
 
 def _layers(manifest: EngineManifest) -> Table:
     table = Table(title="Attention layers", title_justify="left")
-    for name in ("layers", "heads (query / KV)", "head dim (key / value)", "scale", "window",
-                 "softcap", "rope"):  # fmt: skip
+    for name in ("layers", *ATTENTION_COLUMNS):
         table.add_column(name)
     groups: list[tuple[int, int]] = []
     layers = manifest.spec.layers
@@ -85,16 +85,7 @@ def _layers(manifest: EngineManifest) -> Table:
         else:
             groups.append((index, index))
     for first, last in groups:
-        layer = layers[first]
-        table.add_row(
-            f"{first}..{last}",
-            f"{layer.num_q_heads} / {layer.num_kv_heads}",
-            f"{layer.head_dim} / {layer.value_head_dim}",
-            f"{layer.softmax_scale:.6g}",
-            "all keys" if layer.window < 0 else str(layer.window),
-            str(layer.softcap or "off"),
-            layer.rope.name.lower(),
-        )
+        table.add_row(f"{first}..{last}", *attention_cells(layers[first]))
     return table
 
 

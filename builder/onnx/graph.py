@@ -16,7 +16,8 @@ Array = npt.NDArray[Any]
 
 EXPORT_COMMAND: Final = (
     "export with `torch.onnx.export(model, ..., dynamo=True, opset_version=23)` on torch 2.9 or "
-    "later, which writes Attention nodes"
+    'later, with `attn_implementation="sdpa"` where the model is from transformers: that writes '
+    "Attention nodes"
 )
 
 

@@ -112,8 +112,8 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
     query, key, value, layout = operands_of(node)
     _check_positions(node, probe)
     rope, tables, limits = read_rope(node, SCHEMA)
-    attention = read_attention(node, head_dim=_head_dim(node, caches), rope=rope, tables=tables)
     _check_kv_heads(node, caches[0])
+    attention = read_attention(node, head_dim=_head_dim(node, caches), rope=rope, tables=tables)
     found = LayerMatch(
         node=node,
         attention=attention,

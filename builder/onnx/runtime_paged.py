@@ -18,7 +18,6 @@ from paged_trt.builder.onnx.facts import LayerMatch, PositionLimit
 from paged_trt.builder.onnx.graph import (
     NodeSchema,
     node_name,
-    operand,
     require_static_dim,
 )
 from paged_trt.builder.onnx.probe import Probe

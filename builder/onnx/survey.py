@@ -35,8 +35,8 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, NUM_SEQS, POSITION_IDS
 
-_Match = Callable[[ir.Node, Probe], tuple[LayerMatch, tuple[PositionLimit, ...]]]
-_DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], _Match], ...]] = (
+Match = Callable[[ir.Node, Probe], tuple[LayerMatch, tuple[PositionLimit, ...]]]
+DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = (
     (Dialect.PAGED_ATTENTION, paged.is_match, paged.match),
     (Dialect.ATTENTION, attention.is_match, attention.match),
     (Dialect.GROUP_QUERY_ATTENTION, group_query.is_match, group_query.match),
@@ -56,18 +56,11 @@ def survey(model: ir.Model) -> ModelFacts:
         UnsupportedError: a mask has to be proved and onnxruntime is not installed.
     """
     dialect, nodes, match = _attention_nodes(model)
-    probe = Probe(model, _cache_inputs(model))
+    probe = make_probe(model)
     matches: list[LayerMatch] = []
     limits: list[PositionLimit] = []
     for node in nodes:
-        try:
-            found, found_limits = match(node, probe)
-        except UnsupportedError:
-            raise
-        except ConfigError as error:
-            raise OnnxRewriteError(
-                node_name(node), f"its attention is impossible: {error}", "export it again"
-            ) from error
+        found, found_limits = match_layer(node, match, probe)
         matches.append(found)
         limits.extend(found_limits)
     _check_caches(matches)
@@ -94,20 +87,56 @@ def survey(model: ir.Model) -> ModelFacts:
     )
 
 
-def _attention_nodes(model: ir.Model) -> tuple[Dialect, list[ir.Node], _Match]:
+def make_probe(model: ir.Model) -> Probe:
+    """What evaluates the index arithmetic of `model`."""
+    return Probe(model, _cache_inputs(model))
+
+
+def match_layer(
+    node: ir.Node, match: Match, probe: Probe
+) -> tuple[LayerMatch, tuple[PositionLimit, ...]]:
+    """One layer, and the limits of its tables and masks.
+
+    Args:
+        node: an attention node.
+        match: of its dialect.
+        probe: of its model.
+
+    Raises:
+        OnnxRewriteError: the node cannot become PagedAttention.
+        UnsupportedError: a mask has to be proved and onnxruntime is not installed.
+    """
+    try:
+        return match(node, probe)
+    except UnsupportedError:
+        raise
+    except ConfigError as error:
+        raise OnnxRewriteError(
+            node_name(node), f"its attention is impossible: {error}", "export it again"
+        ) from error
+
+
+def unsupported(node: ir.Node) -> OnnxRewriteError | None:
+    """Why an attention node of no known dialect is refused; None for every other node."""
+    if node.domain != "com.microsoft" or node.op_type not in _NOT_YET:
+        return None
+    return OnnxRewriteError(
+        node_name(node),
+        f"com.microsoft::{node.op_type} is not supported",
+        "export with onnxruntime-genai's GroupQueryAttention (`-e cuda -p fp16`), or "
+        + EXPORT_COMMAND,
+    )
+
+
+def _attention_nodes(model: ir.Model) -> tuple[Dialect, list[ir.Node], Match]:
     found = [
         (dialect, nodes, match)
-        for dialect, is_match, match in _DIALECTS
+        for dialect, is_match, match in DIALECTS
         if (nodes := [node for node in model.graph if is_match(node)])
     ]
     for node in model.graph:
-        if node.domain == "com.microsoft" and node.op_type in _NOT_YET:
-            raise OnnxRewriteError(
-                node_name(node),
-                f"com.microsoft::{node.op_type} is not supported yet",
-                "export with onnxruntime-genai's GroupQueryAttention (`-e cuda -p fp16`), or "
-                + EXPORT_COMMAND,
-            )
+        if (error := unsupported(node)) is not None:
+            raise error
     if not found:
         raise OnnxRewriteError(
             model.graph.name or "model", _why_no_attention(model), EXPORT_COMMAND
