@@ -225,17 +225,32 @@ def _data_file(location: str, folder: Path, name: str) -> Path:
             f"its data lies at `{location}`, which is no path inside the model's folder",
             "put the data file beside the model and export with a relative location",
         )
-    data = (folder / location).resolve()
+    try:
+        data = (folder / location).resolve()
+        links = data.stat().st_nlink if data.is_file() else 0
+    except OSError as error:
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location[:80]}` cannot be opened ({error.strerror})",
+            "put the data file beside the model",
+        ) from error
     if not data.is_relative_to(folder):
         raise OnnxRewriteError(
             name,
             f"its data file `{location}` is a link that leaves the model's folder",
             "copy the data file beside the model",
         )
-    if not data.is_file():
+    if links == 0:
         raise OnnxRewriteError(
             name,
             f"its data file `{location}` is missing from `{folder}`",
             "copy the data file beside the model",
+        )
+    if links > 1:
+        # A hard link may be a file of another folder; the reader of weights refuses it as well.
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location}` has {links} hard links, and 1 is allowed",
+            "make a real copy of the data file",
         )
     return data
