@@ -103,6 +103,8 @@ def build_engine_directory(
     if request.target is None:
         raise ConfigError("an engine directory is needed; pass `-o ENGINE_DIR`")
     artifact.require_target(request.target, force=request.force)
+    files = (request.model, request.tokenizer, request.config.kv_scales, request.save_onnx)
+    artifact.require_outside(request.target, [path for path in files if path is not None])
     prepared = _prepare(request)
     if on_plan is not None:
         on_plan(prepared.plan)

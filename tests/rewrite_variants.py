@@ -206,3 +206,14 @@ def scaled_logits(model: ir.Model) -> None:
     result.type, result.shape = logits.type, logits.shape
     logits.name, result.name = "variant_raw_logits", "logits"
     model.graph.outputs[0] = result
+
+
+def hidden(model: ir.Model) -> ir.Value:
+    """What the LM head reads, `[1, tokens, 128]`."""
+    found = model.graph.outputs[0].producer().inputs[0]
+    assert found is not None
+    return found
+
+
+def replace_hidden(model: ir.Model, value: ir.Value) -> None:
+    set_input(model.graph.outputs[0].producer(), 0, value)

@@ -67,9 +67,12 @@ class Probe:
 
     def shape(self, value: ir.Value) -> tuple[int | None, ...] | None:
         """Shape of `value` in a step of few tokens, of whatever is known of it."""
-        if value.shape is not None and all(isinstance(dim, int) for dim in value.shape):
-            return tuple(int(dim) for dim in value.shape if isinstance(dim, int))
-        return self._shapes_at(_SHAPE_STEP).get(value_name(value))
+        declared = None
+        if value.shape is not None:
+            declared = tuple(dim if isinstance(dim, int) else None for dim in value.shape)
+            if None not in declared:
+                return declared
+        return self._shapes_at(_SHAPE_STEP).get(value_name(value), declared)
 
     def depends_on_lengths_only(self, value: ir.Value, *, given: ir.Value | None = None) -> bool:
         """Whether `value` can be evaluated, `given` being supplied from outside."""

@@ -31,6 +31,7 @@ from paged_trt.builder.onnx.graph import (
 from paged_trt.builder.onnx.leftovers import find_index_values, live_values
 from paged_trt.builder.onnx.position_tables import find_position_tables
 from paged_trt.builder.onnx.probe import ATTENTION_MASK, Probe
+from paged_trt.builder.onnx.token_rows import require_token_rows
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, NUM_SEQS, POSITION_IDS
@@ -68,6 +69,11 @@ def survey(model: ir.Model) -> ModelFacts:
     logits = _logits(model, matches)
     index_values = find_index_values(model, probe, matches=matches, logits=logits)
     live = live_values(matches, logits, index_values)
+    if dialect is not Dialect.PAGED_ATTENTION:
+        # A model of PagedAttention nodes is ragged already and may gather rows of sequences.
+        require_token_rows(
+            model, probe, matches=matches, index_values=index_values, live=live, logits=logits
+        )
     limits.extend(find_position_tables(model, probe, live))
     vocab_size, last_only = _logits_dims(
         logits, has_batch_axis=all(found.has_batch_axis for found in matches)

@@ -9,14 +9,20 @@ from typing import Any
 
 from zoo import VOCAB
 
+_SPECIAL = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}
+"""Special tokens in the order of their ids."""
 
-def export_genai(model: Any, path: Path, *, provider: str, options: dict[str, str]) -> None:
+
+def export_genai(
+    model: Any, path: Path, *, provider: str, precision: str, options: dict[str, str]
+) -> None:
     """Write `path`, and its weights beside it.
 
     Args:
         model: a causal language model of transformers.
         path: where the ONNX file is to be, named `model.onnx`.
         provider: `-e` of the builder.
+        precision: `-p` of the builder.
         options: its `--extra_options`.
 
     Raises:
@@ -27,7 +33,7 @@ def export_genai(model: Any, path: Path, *, provider: str, options: dict[str, st
     _tokenizer().save_pretrained(source)
     command = [
         *(sys.executable, "-m", "onnxruntime_genai.models.builder"),
-        *("-i", str(source), "-o", str(path.parent), "-p", "fp16", "-e", provider),
+        *("-i", str(source), "-o", str(path.parent), "-p", precision, "-e", provider),
         *("-c", str(path.parent / "builder-cache")),
     ]
     if options:
@@ -43,11 +49,9 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {name: index for index, name in enumerate(("<pad>", "<s>", "</s>"))}
+    words = {word: index for index, word in enumerate(_SPECIAL.values())}
     words |= {f"t{index}": index for index in range(len(words), VOCAB)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
+        tokenizer_object=Tokenizer(models.WordLevel(words)),
+        **{f"{name}_token": word for name, word in _SPECIAL.items()},
     )

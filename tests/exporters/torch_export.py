@@ -26,6 +26,7 @@ def export_torch(model: Any, path: Path, *, opset: int) -> None:
         f"past_key_values.{layer}.{part}" for layer in range(_layers(model)) for part in _PARTS
     ]
     inputs = ["input_ids", "attention_mask", "position_ids"]
+    presents = [name.replace("past_key_values", "present") for name in names]
     batch, new, past = (torch.export.Dim(name) for name in ("batch", "sequence", "past"))
     # The mask's length is past plus new; torch works that out.
     shapes = [{0: batch, 1: new}, {0: batch, 1: torch.export.Dim.AUTO}, {0: batch, 1: new}]

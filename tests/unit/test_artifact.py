@@ -32,8 +32,9 @@ def test_a_build_that_finished_first_is_not_replaced(tmp_path: Path) -> None:
 
 def test_force_replaces_what_came_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "engine"
-    build(target, force=True, meanwhile="model.plan")
+    build(target, force=True, meanwhile="manifest.json")
     assert (target / "model.plan").read_text() == "ours"
+    assert not (target / "manifest.json").exists()
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -43,6 +44,28 @@ def test_force_keeps_a_stranger_that_came_meanwhile(tmp_path: Path) -> None:
         build(target, force=True, meanwhile="precious.txt")
     assert (target / "precious.txt").read_text() == "theirs"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_force_keeps_a_folder_with_a_model_in_it(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    for name in ("model.onnx", "model.onnx.data", "tokenizer.json", "config.json"):
+        write(target, name, "theirs")
+    with pytest.raises(ConfigError, match="no engine directory"):
+        artifact.require_target(target, force=True)
+
+
+def test_an_empty_folder_may_be_replaced(tmp_path: Path) -> None:
+    artifact.require_target(tmp_path, force=True)
+
+
+def test_nothing_that_a_build_reads_lies_in_its_target(tmp_path: Path) -> None:
+    target = tmp_path / "engine"
+    write(target, "model.onnx", "theirs")
+    (tmp_path / "link").symlink_to(target)
+    for path in (target, target / "model.onnx", tmp_path / "link" / "new.onnx"):
+        with pytest.raises(ConfigError, match="lies in"):
+            artifact.require_outside(target, [tmp_path / "model.onnx", path])
+    artifact.require_outside(target, [tmp_path, tmp_path / "engine.onnx"])
 
 
 def test_a_saved_model_that_fails_half_way_leaves_nothing(

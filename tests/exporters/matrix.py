@@ -1,0 +1,232 @@
+"""Exports every case with the real tools, and takes each through explain, build and compare.
+
+    python tests/exporters/matrix.py WORK_FOLDER [--only TEXT]
+
+Needs the packages of `requirements.txt` beside this file; nothing of the project imports it.
+It writes `results.json` here and the table in `builder/README.md`. A case that has to be refused
+passes when it is refused in the words that it names, and one that has to work passes when its
+engine gives the tokens of the exporter's own model in onnxruntime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import table
+from genai_export import export_genai
+from torch_export import export_torch
+from zoo import make_model
+
+NEW_TOKENS: Final = 33
+"""The prefill's own token and 32 decode steps."""
+LIMITS: Final = ("--max-batch-size=3", "--max-input-len=300", "--max-kv-cache-capacity=384")
+RESULTS: Final = Path(__file__).with_name("results.json")
+PACKAGES: Final = ("torch", "transformers", "onnxscript", "onnxruntime-genai", "onnxruntime", "onnx",
+                   "onnx-ir", "tensorrt-rtx")  # fmt: skip
+GENAI_FORMS: Final[dict[str, tuple[str, str, dict[str, str]]]] = {
+    "GQA": ("cuda", "fp16", {}),
+    "GQA for TensorRT-RTX": ("NvTensorRtRtx", "fp16", {}),
+    "paged": ("cuda", "fp16", {"use_paged_attention": "true"}),
+    "MHA": ("cpu", "fp16", {}),
+    "GQA float32": ("cpu", "fp32", {}),
+}
+"""Provider, precision and options of the builder by form."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One export.
+
+    Attributes:
+        family: key of zoo.FAMILIES.
+        tool: `torch` or `genai`.
+        form: opset of a torch export, key of GENAI_FORMS otherwise.
+        dtype: type of the weights.
+        refusal: words of the refusal; None where the model has to work.
+        reference: form whose model is compared with, where onnxruntime's CPU kernels cannot run
+            the exported one itself; the weights are the same.
+    """
+
+    family: str
+    tool: str
+    form: str
+    dtype: str = "float16"
+    refusal: str | None = None
+    reference: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name for people, files and `--only`."""
+        return f"{self.family}, {self.tool}, {self.form}, {self.dtype}"
+
+
+_SPELT_OUT = "attention is spelt out in"
+CASES: Final = (
+    *(
+        Case(family=family, tool="torch", form=opset)
+        for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "opt")
+        for opset in ("23", "24")
+    ),
+    Case(family="llama", tool="torch", form="23", dtype="bfloat16"),
+    Case(family="llama", tool="torch", form="23", dtype="float32"),
+    # In float16, torch writes a Mul of mixed types for gemma3, which onnxruntime refuses.
+    *(Case(family="gemma3", tool="torch", form=opset, dtype="float32") for opset in ("23", "24")),
+    *(
+        Case(family="llama", tool="torch", form=opset, refusal=_SPELT_OUT) for opset in ("20", "22")
+    ),
+    *(
+        Case(family=family, tool="torch", form="23", refusal=_SPELT_OUT)
+        for family in ("llama-eager", "gemma2", "bloom")
+    ),
+    *(
+        Case(family=family, tool="genai", form="GQA")
+        for family in ("llama", "qwen2", "mistral", "gemma2", "phi3")
+    ),
+    *(
+        Case(family=family, tool="genai", form="GQA", reference="GQA float32")
+        for family in ("qwen3", "gemma3")
+    ),
+    *(
+        Case(family=family, tool="genai", form="paged", reference="GQA float32")
+        for family in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
+    ),
+    Case(family="llama", tool="genai", form="GQA for TensorRT-RTX"),
+    Case(family="llama", tool="genai", form="GQA float32", dtype="float32"),
+    Case(family="llama", tool="genai", form="MHA"),
+)
+
+
+def run_case(case: Case, work: Path) -> dict[str, Any]:
+    """Export, explain, build, compare; what came out, as one row."""
+    row: dict[str, Any] = {**dataclasses.asdict(case), "result": "failed", "detail": ""}
+    begin = time.perf_counter()
+    try:
+        model = _export(case, case.form, work)
+        reference = model if case.reference is None else _export(case, case.reference, work)
+    except Exception as error:
+        row["detail"] = f"the exporter failed: {str(error).strip().splitlines()[0]}"
+        return row
+    row["export_seconds"] = round(time.perf_counter() - begin, 1)
+    code, text = _paged_trt("explain", str(model), "--json")
+    report = json.loads(text) if text.startswith("{") else None
+    if report is None:
+        row["detail"] = text.strip()
+        return row
+    row |= {"dialect": report["dialect"], "operators": _operators(report)}
+    if case.refusal is not None:
+        return row | _refused(case, report, model)
+    if code != 0:
+        row["detail"] = "{reason}; {remedy}".format(**report["problem"])
+        return row
+    row |= {"layers": [node["attention"] for node in report["nodes"]],
+            "kv_bytes_per_token": report["kv_bytes_per_token"]}  # fmt: skip
+    return row | _build_and_compare(case, model, reference)
+
+
+def _refused(case: Case, report: dict[str, Any], model: Path) -> dict[str, Any]:
+    code, text = _paged_trt("build", str(model), "-o", str(model.parent / "engine"), *LIMITS)
+    problem = report["problem"] or {"reason": "", "remedy": ""}
+    is_named = case.refusal in problem["reason"] and problem["reason"] in " ".join(text.split())
+    detail = "{reason}; {remedy}".format(**problem) if problem["reason"] else "it was not refused"
+    return {"result": "refused" if code == 2 and is_named else "failed", "detail": detail}
+
+
+def _build_and_compare(case: Case, model: Path, reference: Path) -> dict[str, Any]:
+    engine = model.parent / "engine"
+    shutil.rmtree(engine, ignore_errors=True)
+    options = ["--dtype=float16"] if case.dtype == "float32" else []
+    code, text = _paged_trt("build", str(model), "-o", str(engine), *LIMITS, *options)
+    if code != 0:
+        return {"detail": f"build: {_error_line(text)}"}
+    file = model.parent / "compare.json"
+    file.unlink(missing_ok=True)
+    code, text = _paged_trt("compare", str(reference), str(engine), "--executor=reference",
+                            f"--new-tokens={NEW_TOKENS}", f"--json={file}")  # fmt: skip
+    if not file.is_file():
+        return {"detail": f"compare: {_error_line(text)}"}
+    report = json.loads(file.read_text())
+    sequences = [each for found in report["iterations"] for each in found["sequences"]]
+    worst = max(sequences, key=lambda each: (each["max_difference"] or 0) / each["limit"])
+    return {
+        "result": "equal" if report["passed"] and code == 0 else "failed",
+        "sequences": len(sequences),
+        "excused": sum(not each["tokens_equal"] for each in sequences),
+        "max_difference": worst["max_difference"],
+        "limit": worst["limit"],
+        "notes": report["notes"],
+    }
+
+
+def _export(case: Case, form: str, work: Path) -> Path:
+    """The model file; made where it is not there from an earlier run."""
+    folder = work / "-".join([case.family, case.tool, form.replace(" ", "_"), case.dtype])
+    path = folder / "model.onnx"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    model = make_model(case.family, dtype=case.dtype)
+    if case.tool == "torch":
+        export_torch(model, path, opset=int(form))
+    else:
+        provider, precision, options = GENAI_FORMS[form]
+        export_genai(model, path, provider=provider, precision=precision, options=options)
+    return path
+
+
+def _operators(report: dict[str, Any]) -> list[str]:
+    return sorted({node["operator"] for node in report["nodes"]})
+
+
+def _paged_trt(*arguments: str) -> tuple[int, str]:
+    # A child process: TensorRT may end the one that it runs in.
+    done = subprocess.run(
+        [sys.executable, "-m", "paged_trt.scripts.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout if done.stdout.startswith("{") else done.stderr
+
+
+def _error_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-1:]
+    return lines[0] if lines else "no message"
+
+
+def _passed(row: dict[str, Any]) -> bool:
+    return row["result"] == ("equal" if row["refusal"] is None else "refused")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name holds this; writes no files")
+    options = parser.parse_args(arguments)
+    rows = []
+    for case in CASES:
+        if options.only in case.name:
+            rows.append(run_case(case, options.work))
+            row = rows[-1]
+            verdict = "ok" if _passed(row) else "FAILED"
+            print(f"{verdict:7}{case.name}: {row['result']} {row['detail']}", flush=True)  # noqa: T201
+    if not options.only:
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        data = {"versions": versions, "new_tokens": NEW_TOKENS, "rows": rows}
+        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        table.write(data)
+    return 0 if all(map(_passed, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
