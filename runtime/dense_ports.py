@@ -37,12 +37,12 @@ class Port:
 
 
 def complete_caches(graph: onnx.GraphProto, caches: Sequence[Port]) -> list[Port]:
-    """`caches`, `[batch, heads, past, size]`, with what GroupQueryAttention nodes say of them.
+    """`caches`, `[batch, heads, past, size]`, with what the nodes that read them say of them.
 
     onnxruntime-genai leaves the size open, and gives layers with a window a cache of that
     many tokens, which the node wants to have from the start.
     """
-    known = dict(_group_query_caches(graph))
+    known = {**dict(_concat_caches(graph)), **dict(_group_query_caches(graph))}
     return [
         port
         if port.name not in known
@@ -63,11 +63,7 @@ def _group_query_caches(
     graph: onnx.GraphProto,
 ) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
     """Cache input, tokens of its window, size of its heads; None where not known."""
-    widths = {
-        value.name: value.type.tensor_type.shape.dim[-1].dim_value
-        for value in graph.value_info
-        if value.type.tensor_type.shape.dim
-    }
+    widths = _last_dims(graph)
     for node in graph.node:
         if node.op_type != "GroupQueryAttention":
             continue
@@ -80,3 +76,19 @@ def _group_query_caches(
         window = numbers.get("local_window_size") if numbers.get("sliding_window_cache") else None
         for name in node.input[3:5]:
             yield name, (window, size)
+
+
+def _concat_caches(graph: onnx.GraphProto) -> Iterator[tuple[str, tuple[None, int | None]]]:
+    """Caches that a Concat extends: new tokens have heads of the same size."""
+    widths = _last_dims(graph)
+    for node in graph.node:
+        if node.op_type == "Concat" and len(node.input) == 2:
+            yield node.input[0], (None, widths.get(node.input[1]) or None)
+
+
+def _last_dims(graph: onnx.GraphProto) -> dict[str, int]:
+    return {
+        value.name: value.type.tensor_type.shape.dim[-1].dim_value
+        for value in graph.value_info
+        if value.type.tensor_type.shape.dim
+    }

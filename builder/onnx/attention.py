@@ -17,10 +17,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import numpy as np
 import onnx_ir as ir
 
-from paged_trt.builder.onnx.evaluator import EvaluationError
+from paged_trt.builder.onnx.concat_cache import WITH_CACHE, concat_cache
 from paged_trt.builder.onnx.facts import LayerMatch, Layout, PositionLimit
 from paged_trt.builder.onnx.graph import (
     EXPORT_COMMAND,
@@ -32,7 +31,7 @@ from paged_trt.builder.onnx.graph import (
     value_name,
 )
 from paged_trt.builder.onnx.mask import prove_mask
-from paged_trt.builder.onnx.probe import Probe, steps_of
+from paged_trt.builder.onnx.probe import Probe
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.errors import OnnxRewriteError
 
@@ -57,12 +56,6 @@ SCHEMA: Final = NodeSchema(
     outputs=("Y", "present_key", "present_value", "qk_matmul_output"),
     refused_outputs={"qk_matmul_output": "export without `output_attentions`"},
 )
-_REPEAT_OPS: Final = frozenset(
-    {"Unsqueeze", "Expand", "Reshape", "Identity", "Tile", "Transpose", "Squeeze"}
-)
-"""Nodes that only move numbers, so that a proof in one type holds in every type."""
-_REPEAT_STEPS: Final = steps_of([(3, 2), (0, 2), (1, 1)])
-_WITH_CACHE: Final = "export with `use_cache=True`, so that each layer has a past and a present"
 
 
 def is_match(node: ir.Node) -> bool:
@@ -90,7 +83,7 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
     else:
         _refuse_presents(node)
         (key, key_cache, key_present), (value, value_cache, value_present) = (
-            _concat_cache(node, each, probe) for each in (key, value)
+            concat_cache(node, each, probe) for each in (key, value)
         )
         caches, presents = (key_cache, value_cache), (key_present, value_present)
     window, limits = _window(node, probe, has_own_cache=presents[0].producer() is node)
@@ -133,11 +126,11 @@ def _own_cache(node: ir.Node) -> tuple[tuple[ir.Value, ir.Value], tuple[ir.Value
     for cache in caches:
         if not cache.is_graph_input():
             raise OnnxRewriteError(
-                node_name(node), f"its cache `{value_name(cache)}` is no graph input", _WITH_CACHE
+                node_name(node), f"its cache `{value_name(cache)}` is no graph input", WITH_CACHE
             )
     if len(node.outputs) < 3:
         raise OnnxRewriteError(
-            node_name(node), "it has `past_key` and no `present_key`", _WITH_CACHE
+            node_name(node), "it has `past_key` and no `present_key`", WITH_CACHE
         )
     return caches, (node.outputs[1], node.outputs[2])
 
@@ -146,78 +139,8 @@ def _refuse_presents(node: ir.Node) -> None:
     for name, output in zip(SCHEMA.outputs[1:3], node.outputs[1:3], strict=False):
         if output.uses() or output.is_graph_output():
             raise OnnxRewriteError(
-                node_name(node), f"it has `{name}` and no `past_key`", _WITH_CACHE
+                node_name(node), f"it has `{name}` and no `past_key`", WITH_CACHE
             )
-
-
-def _concat_cache(
-    node: ir.Node, present_heads: ir.Value, probe: Probe
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """New tokens, cache input and `Concat(past, new)` of a key or value operand."""
-    present = present_heads
-    while (producer := present.producer()) is not None and producer.op_type in _REPEAT_OPS:
-        present = _first_input(producer)
-    if producer is None or producer.op_type != "Concat" or not _is_cache_concat(producer):
-        origin = "a graph input" if producer is None else f"{producer.op_type} `{producer.name}`"
-        raise OnnxRewriteError(
-            node_name(node),
-            f"it has no KV cache: `{value_name(present_heads)}` comes from {origin}, "
-            "not from Concat(past, new)",
-            _WITH_CACHE,
-        )
-    cache, new = _first_input(producer), producer.inputs[1]
-    if new is None:
-        raise OnnxRewriteError(node_name(producer), "input 1 is missing", "export again")
-    if present is not present_heads:
-        _require_repeat(node, present_heads, present, cache, probe)
-    return new, cache, present
-
-
-def _first_input(node: ir.Node) -> ir.Value:
-    found = node.inputs[0]
-    if found is None:
-        raise OnnxRewriteError(node_name(node), "input 0 is missing", "export the model again")
-    return found
-
-
-def _is_cache_concat(node: ir.Node) -> bool:
-    return (
-        len(node.inputs) == 2
-        and _first_input(node).is_graph_input()
-        and attribute(node, "axis", None) in {2, -2}
-        and _first_input(node).shape is not None
-        and len(_first_input(node).shape or ()) == 4
-    )
-
-
-def _require_repeat(
-    node: ir.Node, repeated: ir.Value, present: ir.Value, cache: ir.Value, probe: Probe
-) -> None:
-    """Prove by evaluation that `repeated` is `present` with each head repeated in place."""
-    num_kv_heads = require_static_dim(cache, 1, node=node)
-    head_dim = require_static_dim(cache, 3, node=node)
-    problem = "depends on data"
-    if probe.depends_on_lengths_only(repeated, given=present):
-        problem = "does not repeat each head in place"
-        for step in _REPEAT_STEPS:
-            shape = (1, num_kv_heads, step.total, head_dim)
-            # Neighbours differ, and so do heads and tokens.
-            given = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-            try:
-                found = probe.evaluate(repeated, step, given=present, given_array=given)
-            except EvaluationError as error:
-                problem = f"cannot be evaluated ({error})"
-                break
-            groups = found.shape[1] // num_kv_heads if found.ndim == 4 else 0
-            if not np.array_equal(found, np.repeat(given, max(groups, 1), axis=1)):
-                break
-        else:
-            return
-    raise OnnxRewriteError(
-        node_name(node),
-        f"what lies between the cache `{value_name(cache)}` and the node {problem}",
-        "export with Concat(past, new) whose heads are only repeated (repeat_kv)",
-    )
 
 
 def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> tuple[Layout, int]:

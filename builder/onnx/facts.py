@@ -17,6 +17,7 @@ class Dialect(enum.Enum):
     PAGED_ATTENTION = "paged_trt::PagedAttention"
     ATTENTION = "ai.onnx::Attention"
     GROUP_QUERY_ATTENTION = "com.microsoft::GroupQueryAttention"
+    MULTI_HEAD_ATTENTION = "com.microsoft::MultiHeadAttention"
     RUNTIME_PAGED_ATTENTION = "com.microsoft::PagedAttention"
 
 
@@ -62,6 +63,7 @@ class LayerMatch:
         rope_tables: cosine and sine, `[max_positions, rotary_dim / 2]` each, or the one table
             of a PagedAttention node.
         sinks: `[num_q_heads]`, a constant.
+        kv_layout: of `key` and `value`, where it is another than `layout`.
         head_norms: of query and key, where the node norms them itself.
         step_inputs: graph inputs that only this dialect's attention reads: they go with it.
         has_batch_axis: whether the model's activations lead with a batch axis; without it,
@@ -78,6 +80,7 @@ class LayerMatch:
     presents: tuple[ir.Value, ir.Value]
     rope_tables: tuple[ir.Value, ...] = ()
     sinks: ir.Value | None = None
+    kv_layout: Layout | None = None
     head_norms: tuple[HeadNorm, HeadNorm] | None = None
     step_inputs: tuple[ir.Value, ...] = ()
     has_batch_axis: bool = True

@@ -25,6 +25,7 @@ from paged_trt.plugins.tensors import (
 )
 
 _CONSTANTS: Final = "/paged_trt/constants"
+_MOVES: Final = frozenset({"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Cast"})
 
 
 def replace_layer(
@@ -87,6 +88,8 @@ def _name_rotary_heads(value: ir.Value, num_heads: int) -> None:
     the process ends.
     """
     node = value.producer()
+    while node is not None and node.op_type in _MOVES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
     if (
         node is not None
         and (node.domain, node.op_type) == ("com.microsoft", "RotaryEmbedding")
@@ -102,17 +105,6 @@ def _tokens(emit: Emitter, layer: LayerMatch) -> list[ir.Value]:
     sizes = (attention.head_dim, attention.head_dim, attention.value_head_dim)
     names = ("query", "key", "value")
     values = [layer.query, layer.key, layer.value]
-    if layer.layout is Layout.TOKENS:
-        return values
-    if layer.layout is Layout.HEADS:
-        squeezed = [
-            emit.op("Squeeze", [value, emit.integers([0])], f"{name}/Squeeze", dtype=value.dtype)
-            for value, name in zip(values, names, strict=True)
-        ]
-        return [
-            emit.op("Transpose", [value], f"{name}/Transpose", {"perm": [1, 0, 2]})
-            for value, name in zip(squeezed, names, strict=True)
-        ]
     if layer.layout is Layout.PACKED:
         widths = [count * size for count, size in zip(heads, sizes, strict=True)]
         values = list(
@@ -120,10 +112,14 @@ def _tokens(emit: Emitter, layer: LayerMatch) -> list[ir.Value]:
                 "Split", [layer.query, emit.integers(widths)], "Split", {"axis": -1}, num_outputs=3
             )
         )
-    values = [
-        emit.op("Reshape", [value, emit.integers([-1, count, size])], f"{name}/Reshape")
-        for value, name, count, size in zip(values, names, heads, sizes, strict=True)
-    ]
+    kv_layout = layer.kv_layout or layer.layout
+    layouts = (layer.layout, kv_layout, kv_layout)
+    for index, layout in enumerate(layouts):
+        if layout is Layout.HEADS:
+            values[index] = _from_heads(emit, values[index], names[index])
+        elif layout is not Layout.TOKENS:
+            dims = emit.integers([-1, heads[index], sizes[index]])
+            values[index] = emit.op("Reshape", [values[index], dims], f"{names[index]}/Reshape")
     for index, norm in enumerate(layer.head_norms or ()):
         values[index] = emit.op(
             "RMSNormalization",
@@ -132,6 +128,12 @@ def _tokens(emit: Emitter, layer: LayerMatch) -> list[ir.Value]:
             {"axis": -1, "epsilon": norm.epsilon},
         )
     return values
+
+
+def _from_heads(emit: Emitter, value: ir.Value, name: str) -> ir.Value:
+    """`[1, heads, T, size]` as `[T, heads, size]`."""
+    squeezed = emit.op("Squeeze", [value, emit.integers([0])], f"{name}/Squeeze", dtype=value.dtype)
+    return emit.op("Transpose", [squeezed], f"{name}/Transpose", {"perm": [1, 0, 2]})
 
 
 def _output(emit: Emitter, layer: LayerMatch, output: ir.Value) -> ir.Value:

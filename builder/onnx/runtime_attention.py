@@ -103,7 +103,7 @@ def read_attention(
     num_kv_heads = int(attribute(node, "kv_num_heads", 0))
     *_, layout = operands_of(node)
     packed_heads = num_q_heads + (2 * num_kv_heads if layout is Layout.PACKED else 0)
-    size = head_dim or _head_dim_of_width(node, packed_heads)
+    size = head_dim or head_dim_of_width(node, packed_heads)
     heads = [packed_heads] if layout is Layout.PACKED else [num_q_heads, num_kv_heads, num_kv_heads]
     for value, count, name in zip(node.inputs, heads, ("query", "key", "value"), strict=False):
         if (width := _width(value)) not in {None, count * size}:
@@ -127,14 +127,22 @@ def read_attention(
     )
 
 
-def _head_dim_of_width(node: ir.Node, num_heads: int) -> int:
+def head_dim_of_width(node: ir.Node, num_heads: int) -> int:
+    """Size of a head, from the width of the query.
+
+    Args:
+        node: the node.
+        num_heads: heads that lie side by side in its query.
+
+    Raises:
+        OnnxRewriteError: the width is not known, or is no multiple of the heads.
+    """
     width = _width(node.inputs[0])
     if not width or not num_heads or width % num_heads:
         raise OnnxRewriteError(
             node_name(node),
-            f"the size of its heads is not known: the cache leaves it open, and a query "
-            f"`{value_name(node.inputs[0]) if node.inputs[0] else ''}` of width {width} "
-            f"holds {num_heads} heads",
+            f"the size of its heads is not known: its query is {width} wide and holds "
+            f"{num_heads} heads",
             "export with the head size fixed",
         )
     return width // num_heads

@@ -12,7 +12,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from paged_trt.builder.onnx import attention, group_query, paged, runtime_paged
+from paged_trt.builder.onnx import attention, group_query, multi_head, paged, runtime_paged
 from paged_trt.builder.onnx.facts import (
     Dialect,
     IndexKind,
@@ -41,9 +41,10 @@ DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = 
     (Dialect.PAGED_ATTENTION, paged.is_match, paged.match),
     (Dialect.ATTENTION, attention.is_match, attention.match),
     (Dialect.GROUP_QUERY_ATTENTION, group_query.is_match, group_query.match),
+    (Dialect.MULTI_HEAD_ATTENTION, multi_head.is_match, multi_head.match),
     (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
-_NOT_YET: Final = frozenset({"MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "Attention"})
+_NOT_YET: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
 
 
 def survey(model: ir.Model) -> ModelFacts:

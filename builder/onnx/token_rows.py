@@ -108,17 +108,19 @@ def _sources(
     known: dict[ir.Value, _State] = {}
     for each in model.graph.inputs:
         if each.name in {INPUT_IDS, POSITION_IDS}:
-            known[each] = _Rows((1, _TOKENS), 1)
+            has_batch_axis = all(found.has_batch_axis for found in matches)
+            known[each] = _Rows((1, _TOKENS), 1) if has_batch_axis else _Rows((_TOKENS,), 0)
         elif each.name == ATTENTION_MASK or not each.is_initializer():
             known[each] = _Count.COUNT
     for found in matches:
         heads, size = found.attention.num_q_heads, found.attention.value_head_dim
-        in_heads = found.layout is Layout.HEADS
-        known[found.node.outputs[0]] = (
-            _Rows((1, heads, _TOKENS, size), 2)
-            if in_heads
-            else _Rows((1, _TOKENS, heads * size), 1)
-        )
+        flat = _Rows((_TOKENS, heads * size), 0)
+        if found.layout is Layout.HEADS:
+            known[found.node.outputs[0]] = _Rows((1, heads, _TOKENS, size), 2)
+        else:
+            known[found.node.outputs[0]] = (
+                _Rows((1, *flat.dims), 1) if found.has_batch_axis else flat
+            )
         known |= dict.fromkeys(found.node.outputs[1:], _Count.COUNT)
     for index in index_values:
         known[index.value] = _replaced(index)

@@ -31,8 +31,10 @@ NEW_TOKENS: Final = 33
 """The prefill's own token and 32 decode steps."""
 LIMITS: Final = ("--max-batch-size=3", "--max-input-len=300", "--max-kv-cache-capacity=384")
 RESULTS: Final = Path(__file__).with_name("results.json")
-PACKAGES: Final = ("torch", "transformers", "onnxscript", "onnxruntime-genai", "onnxruntime", "onnx",
-                   "onnx-ir", "tensorrt-rtx")  # fmt: skip
+PACKAGES: Final = (
+    *("torch", "transformers", "onnxscript", "onnxruntime-genai", "onnxruntime", "onnx"),
+    *("onnx-ir", "tensorrt-rtx"),
+)
 GENAI_FORMS: Final[dict[str, tuple[str, str, dict[str, str]]]] = {
     "GQA": ("cuda", "fp16", {}),
     "GQA for TensorRT-RTX": ("NvTensorRtRtx", "fp16", {}),
@@ -81,9 +83,7 @@ CASES: Final = (
     Case(family="llama", tool="torch", form="23", dtype="float32"),
     # In float16, torch writes a Mul of mixed types for gemma3, which onnxruntime refuses.
     *(Case(family="gemma3", tool="torch", form=opset, dtype="float32") for opset in ("23", "24")),
-    *(
-        Case(family="llama", tool="torch", form=opset, refusal=_SPELT_OUT) for opset in ("20", "22")
-    ),
+    *(Case(family="llama", tool="torch", form=opset, refusal=_SPELT_OUT) for opset in ("20", "22")),
     *(
         Case(family=family, tool="torch", form="23", refusal=_SPELT_OUT)
         for family in ("llama-eager", "gemma2", "bloom")
@@ -102,7 +102,8 @@ CASES: Final = (
     ),
     Case(family="llama", tool="genai", form="GQA for TensorRT-RTX"),
     Case(family="llama", tool="genai", form="GQA float32", dtype="float32"),
-    Case(family="llama", tool="genai", form="MHA"),
+    # onnxruntime fails in the second step of this model: its declared shapes contradict each other.
+    Case(family="llama", tool="genai", form="MHA", reference="GQA float32"),
 )
 
 

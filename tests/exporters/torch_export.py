@@ -36,10 +36,7 @@ def export_torch(model: Any, path: Path, *, opset: int) -> None:
             _with_flat_cache(model),
             _example(model, len(names)),
             input_names=[*inputs, *names],
-            output_names=[
-                "logits",
-                *(name.replace("past_key_values", "present") for name in names),
-            ],
+            output_names=["logits", *presents],
             dynamic_shapes=(*shapes, tuple({0: batch, 2: past} for _ in names)),
             dynamo=True,
             opset_version=opset,
