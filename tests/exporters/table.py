@@ -44,6 +44,8 @@ def _line(row: dict[str, Any]) -> str:
 def _result(row: dict[str, Any]) -> str:
     if row["result"] == "refused":
         return _REFUSED_DETAIL + row["detail"].split(";")[0]
+    if row["result"] == "not exported":
+        return f"not exported: {row['detail']}"
     if row["result"] != "equal":
         return f"FAILED: {row['detail']}"
     notes = [f"{row['excused']} excused ties"] if row["excused"] else []

@@ -73,7 +73,9 @@ FAMILIES: Final[dict[str, Family]] = {
         implementation="eager",
     ),
     "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA),
-    "phi3": Family(config="Phi3Config"),
+    "phi3": Family(
+        config="Phi3Config", settings={"original_max_position_embeddings": MAX_POSITIONS}
+    ),
     "gpt2": Family(config="GPT2Config", settings=_GPT2),
     "opt": Family(
         config="OPTConfig",
