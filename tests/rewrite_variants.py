@@ -87,6 +87,12 @@ def left_window(model: ir.Model) -> None:
     set_attributes(left_window_size=99)(model)
 
 
+def right_window(model: ir.Model) -> None:
+    """Causal by `right_window_size` alone, with a window of 100 keys."""
+    left_window(model)
+    set_attributes(is_causal=0, right_window_size=0)(model)
+
+
 def additive_mask(hidden: float) -> Change:
     def change(model: ir.Model) -> None:
         mask = attention_nodes(model)[0].inputs[3]

@@ -178,8 +178,9 @@ def _window(
     node: ir.Node, probe: Probe, *, has_own_cache: bool
 ) -> tuple[int, tuple[PositionLimit, ...]]:
     """Window of mask and attributes together, with the length up to which it was proved."""
-    is_causal = bool(attribute(node, "is_causal", 0))
     left, right = (attribute(node, f"{side}_window_size", -1) for side in ("left", "right"))
+    # No key to the right of the query is what causal means; a wider right side hides less.
+    is_causal = bool(attribute(node, "is_causal", 0)) or right == 0
     if not has_own_cache and (is_causal or left >= 0 or right >= 0):
         raise OnnxRewriteError(
             node_name(node),
@@ -197,6 +198,8 @@ def _window(
             windows.append(proved.window)
     elif not is_causal:
         raise OnnxRewriteError(
-            node_name(node), "it has no mask and `is_causal` is 0", EXPORT_COMMAND
+            node_name(node),
+            f"it has no mask, `is_causal` is 0 and `right_window_size` is {right}",
+            EXPORT_COMMAND,
         )
     return min(windows, default=FULL_WINDOW), limits

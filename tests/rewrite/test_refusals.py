@@ -94,6 +94,13 @@ def test_output(load: Load, schema: NodeSchema) -> None:
     assert schema.outputs[3] in refused(model)
 
 
+def test_right_window_that_shows_later_keys(load: Load) -> None:
+    model = load("attention23-past")
+    variants.right_window(model)
+    variants.set_attributes(right_window_size=1)(model)
+    assert "`right_window_size` is 1" in refused(model)
+
+
 def test_nonpad_kv_seqlen(load: Load) -> None:
     model = load("attention24-concat")
     lengths = variants.constant(model, "lengths", np.ones(1, np.int64))

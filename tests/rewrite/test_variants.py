@@ -20,6 +20,7 @@ CASES = {
     "causal_attribute": ("attention23-past", variants.causal_without_mask),
     "causal_attribute_and_mask": ("attention23-past", variants.set_attributes(is_causal=1)),
     "left_window": ("attention23-past", variants.left_window),
+    "right_window": ("attention23-past", variants.right_window),
     "three_dimensional": ("attention23-past", variants.three_dimensional),
     "default_scale": ("attention23-past", variants.no_scale),
     "additive_infinity": ("attention23-concat", variants.additive_mask(-np.inf)),
