@@ -25,6 +25,7 @@ from paged_trt.builder.onnx.facts import IndexKind, IndexValue, ModelFacts
 from paged_trt.builder.onnx.graph import Emitter, node_name, replace_uses, value_name
 from paged_trt.builder.onnx.layer import replace_layer
 from paged_trt.builder.onnx.logits import gather_last_tokens
+from paged_trt.builder.onnx.norm_types import unify_norm_types
 from paged_trt.builder.onnx.postconditions import require_paged
 from paged_trt.plugins.errors import OnnxRewriteError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
@@ -64,6 +65,7 @@ def rewrite(model: ir.Model, *, facts: ModelFacts, spec: EngineSpec) -> ir.Model
     graph = model.graph
     inputs = {tensor.name: _engine_input(graph, tensor) for tensor in _inputs(spec)}
     _name_nodes(graph)
+    unify_norm_types(graph)
     logits = _required(facts.logits)
     outputs: dict[str, ir.Value] = {}
     for found in facts.index_values:

@@ -2,7 +2,7 @@
 
     python tests/exporters/matrix.py WORK_FOLDER [--only TEXT]
 
-Needs the packages of `requirements.txt` beside this file; nothing of the project imports it.
+Needs `paged-trt[rtx,compare,export]` and onnxruntime-genai; nothing of the project imports it.
 It writes `results.json` here and the table in `builder/README.md`. A case that has to be refused
 passes when it is refused in the words that it names, and one that has to work passes when its
 engine gives the tokens of the exporter's own model in onnxruntime.
@@ -26,6 +26,8 @@ import table
 from genai_export import export_genai
 from torch_export import export_torch
 from zoo import make_model
+
+from paged_trt.builder.huggingface import export_huggingface
 
 NEW_TOKENS: Final = 33
 """The prefill's own token and 32 decode steps."""
@@ -51,30 +53,31 @@ class Case:
 
     Attributes:
         family: key of zoo.FAMILIES.
-        tool: `torch` or `genai`.
-        form: opset of a torch export, key of GENAI_FORMS otherwise.
+        tool: `torch`, `genai` or `direct`.
+        form: opset of a torch export, key of GENAI_FORMS, or nothing.
         dtype: type of the weights.
         refusal: words of the refusal; None where the model has to work.
         exporter_error: words of the exporter's own failure, where it has one.
-        reference: form whose model is compared with, where onnxruntime's CPU kernels cannot run
-            the exported one itself; the weights are the same.
+        reference: tool, form and type of the model to compare with, where onnxruntime's CPU
+            kernels cannot run the exported one itself; the weights are the same.
     """
 
     family: str
     tool: str
-    form: str
+    form: str = ""
     dtype: str = "float16"
     refusal: str | None = None
     exporter_error: str | None = None
-    reference: str | None = None
+    reference: tuple[str, str, str] | None = None
 
     @property
     def name(self) -> str:
         """Name for people, files and `--only`."""
-        return f"{self.family}, {self.tool}, {self.form}, {self.dtype}"
+        return ", ".join(filter(None, (self.family, self.tool, self.form, self.dtype)))
 
 
 _SPELT_OUT = "attention is spelt out in"
+_GENAI_CPU: Final = ("genai", "GQA float32", "float16")
 CASES: Final = (
     *(
         Case(family=family, tool="torch", form=opset)
@@ -94,17 +97,24 @@ CASES: Final = (
         Case(family=family, tool="genai", form="GQA")
         for family in ("llama", "qwen2", "mistral", "gemma2", "phi3")
     ),
-    Case(family="qwen3", tool="genai", form="GQA", reference="GQA float32"),
+    Case(family="qwen3", tool="genai", form="GQA", reference=_GENAI_CPU),
     # This builder reads gemma3's configuration as an older transformers wrote it.
     Case(family="gemma3", tool="genai", form="GQA", exporter_error="KeyError: 'rope_type'"),
     *(
-        Case(family=family, tool="genai", form="paged", reference="GQA float32")
+        Case(family=family, tool="genai", form="paged", reference=_GENAI_CPU)
         for family in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3")
     ),
+    *(
+        Case(family=family, tool="direct", reference=("torch", "23", "float16"))
+        for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "opt")
+    ),
+    Case(family="gemma2", tool="direct", reference=("genai", "GQA", "float16")),
+    Case(family="gemma3", tool="direct", reference=("torch", "23", "float32")),
+    Case(family="bloom", tool="direct", exporter_error="0 of 2 layers"),
     Case(family="llama", tool="genai", form="GQA for TensorRT-RTX"),
     Case(family="llama", tool="genai", form="GQA float32", dtype="float32"),
     # onnxruntime fails in the second step of this model: its declared shapes contradict each other.
-    Case(family="llama", tool="genai", form="MHA", reference="GQA float32"),
+    Case(family="llama", tool="genai", form="MHA", reference=_GENAI_CPU),
 )
 
 
@@ -113,8 +123,10 @@ def run_case(case: Case, work: Path) -> dict[str, Any]:
     row: dict[str, Any] = {**dataclasses.asdict(case), "result": "failed", "detail": ""}
     begin = time.perf_counter()
     try:
-        model = _export(case, case.form, work)
-        reference = model if case.reference is None else _export(case, case.reference, work)
+        model = reference = _export(case, work)
+        if case.reference is not None:
+            tool, form, dtype = case.reference
+            reference = _export(Case(family=case.family, tool=tool, form=form, dtype=dtype), work)
     except Exception as error:
         row["detail"] = f"the exporter failed: {str(error).strip().splitlines()[0]}"
         if case.exporter_error is not None and case.exporter_error in row["detail"]:
@@ -171,18 +183,20 @@ def _build_and_compare(case: Case, model: Path, reference: Path) -> dict[str, An
     }
 
 
-def _export(case: Case, form: str, work: Path) -> Path:
+def _export(case: Case, work: Path) -> Path:
     """The model file; made where it is not there from an earlier run."""
-    folder = work / "-".join([case.family, case.tool, form.replace(" ", "_"), case.dtype])
+    folder = work / case.name.replace(", ", "-").replace(" ", "_")
     path = folder / "model.onnx"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(case.family, dtype=case.dtype)
     if case.tool == "torch":
-        export_torch(model, path, opset=int(form))
+        export_torch(model, path, opset=int(case.form))
+    elif case.tool == "direct":
+        export_huggingface(model, folder)
     else:
-        provider, precision, options = GENAI_FORMS[form]
+        provider, precision, options = GENAI_FORMS[case.form]
         export_genai(model, path, provider=provider, precision=precision, options=options)
     return path
 

@@ -31,14 +31,20 @@ def write(data: dict[str, Any]) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    exporter = f"torch dynamo, opset {row['form']}" if row["tool"] == "torch" else (
-        f"onnxruntime-genai, {row['form']}"
-    )  # fmt: skip
+    exporter = _exporter(row["tool"], row["form"])
     operators = ", ".join(row.get("operators") or ["none"])
     return (
         f"| {row['family']} | {exporter} | {row['dtype']} | {operators} | {_result(row)} "
         f"| {_difference(row)} |"
     )
+
+
+def _exporter(tool: str, form: str) -> str:
+    return {
+        "torch": f"torch dynamo, opset {form}",
+        "genai": f"onnxruntime-genai, {form}",
+        "direct": "`export_huggingface`",
+    }[tool]
 
 
 def _result(row: dict[str, Any]) -> str:
@@ -50,7 +56,8 @@ def _result(row: dict[str, Any]) -> str:
         return f"FAILED: {row['detail']}"
     notes = [f"{row['excused']} excused ties"] if row["excused"] else []
     if row["reference"] is not None:
-        notes.append(f"against the {row['reference']} form of the same weights")
+        tool, form, dtype = row["reference"]
+        notes.append(f"against {_exporter(tool, form)}, {dtype}, of the same weights")
     if any("bfloat16" in note for note in row["notes"]):
         notes.append("as float32 upcasts")
     return f"{row['sequences']} sequences equal" + (f" ({', '.join(notes)})" if notes else "")
