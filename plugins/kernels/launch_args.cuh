@@ -119,6 +119,7 @@ struct PrefillArgs {
   int32_t table_width;  // M
   int32_t num_pages;
   int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
   int32_t window;  // -1: all keys
   float softmax_scale;

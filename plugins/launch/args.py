@@ -141,6 +141,7 @@ class PrefillArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
