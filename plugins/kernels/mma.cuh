@@ -52,6 +52,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsig
                : "memory");
 }
 
+// Transpose of an 8 x 8 matrix of 16-bit elements: before and after, lane = 4 * row + pair holds
+// elements 2 * pair + {0, 1} of `row`.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned m) {
+  unsigned transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
+  return transposed;
+}
+
 // Two float32 rounded to `Element`, `low` in the low half.
 template <typename Element>
 __device__ __forceinline__ unsigned pack(float low, float high);

@@ -35,6 +35,7 @@ class AppendArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
     )
 
@@ -59,6 +60,7 @@ class DecodeDirectArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
@@ -69,8 +71,8 @@ class DecodeDirectArgs(ctypes.Structure):
 class DecodeSplitArgs(ctypes.Structure):
     """Attend one partition of the keys of one token per sequence.
 
-    `partial_output` is `[N, Hq, num_partitions, Dv]` and `partial_lse`, the log of the sum of
-    exponentials, `[N, Hq, num_partitions]`, both float32 in the workspace. Sinks come in when
+    `partial_output` is `[N, Hq, num_partitions, Dv]` and `partial_lse`, the base-2 log of the sum
+    of exponentials, `[N, Hq, num_partitions]`, both float32 in the workspace. Sinks come in when
     the partitions are merged.
     """
 
@@ -90,6 +92,7 @@ class DecodeSplitArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
