@@ -96,6 +96,7 @@ struct MergeArgs {
   void* output;  // [T, Hq, Dv]
   int64_t output_token_stride;  // elements
   int32_t num_seqs;  // N
+  int32_t table_width;  // M
   int32_t num_q_heads;  // Hq
   int32_t window;  // -1: all keys
   int32_t partition_tokens;  // multiple of 128

@@ -115,6 +115,7 @@ class MergeArgs(ctypes.Structure):
         ("output", Pointer),
         ("output_token_stride", ctypes.c_int64),
         ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
         ("num_q_heads", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("partition_tokens", ctypes.c_int32),
