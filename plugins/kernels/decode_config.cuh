@@ -12,10 +12,10 @@ __device__ constexpr int tiles_per_step(int row_bytes) {
   return row_bytes <= 128 ? 2 : 1;
 }
 
-// Steps whose keys and values are in registers at once. 180 leaves some 70 of 255 registers for
-// scores, addresses and operands; beyond it the compiler spills.
+// Steps whose keys and values are in registers at once. 185 leaves some 70 of 255 registers for
+// addresses and operands; beyond it the compiler spills.
 __device__ constexpr int steps_in_flight(int registers_per_step, int other_registers) {
-  return 2 * registers_per_step + other_registers <= 180 ? 2 : 1;
+  return 2 * registers_per_step + other_registers <= 185 ? 2 : 1;
 }
 
 template <class Activation, class Kv, int kHeadDim_, int kValueDim_, int kGroup_, int kWarps_,
@@ -42,11 +42,11 @@ struct DecodeConfig {
   // Held queries save two shared loads per product, until they cost more than 16 registers.
   static constexpr int kQueryRegisters = kHeadDim / 8 * kHeadTiles;
   static constexpr bool kHoldQuery = kQueryRegisters <= 16;
+  static constexpr int kAccumulators = (kValueDim / 4 + kTiles * 4) * kHeadTiles;
   static constexpr int kDepth =
       !kPreferDeep ? 1
                    : steps_in_flight(sizeof(Keys) / 4 + sizeof(Values) / 4,
-                                     kValueDim / 4 * kHeadTiles +
-                                         (kHoldQuery ? kQueryRegisters : 0));
+                                     kAccumulators + (kHoldQuery ? kQueryRegisters : 0));
 
   // Eight warps per multiprocessor with up to 255 registers each move more than twelve with 168.
   static constexpr int kBlocksPerMultiprocessor = kWarps >= 8 ? 1 : 8 / kWarps;
