@@ -18,7 +18,7 @@ struct KeyFragments {
   using Lane = typename SharedTile<row_bytes>::Lane;
   Lane lane;
 
-  __device__ __forceinline__ explicit KeyFragments(int32_t lane_index)
+  __device__ __forceinline__ explicit KeyFragments(uint32_t lane_index)
       : lane(kIsQuantised<Kv> ? lane_index : (lane_index & 7) | (lane_index >> 4) << 3,
              kIsQuantised<Kv> ? 0 : lane_index >> 3 & 1) {}
 
@@ -48,7 +48,7 @@ struct ValueFragments {
   using Lane = typename SharedTile<row_bytes>::Lane;
   Lane lane;
 
-  __device__ __forceinline__ explicit ValueFragments(int32_t lane_index)
+  __device__ __forceinline__ explicit ValueFragments(uint32_t lane_index)
       : lane(kIsQuantised<Kv> ? lane_index : lane_index & 15,
              kIsQuantised<Kv> ? 0 : lane_index >> 4) {}
 

@@ -54,12 +54,12 @@ struct Prefill {
     int32_t num_pages;
     int32_t begin, end;  // positions that any row sees
     int32_t first_token;  // of the first key tile
-    int32_t num_tiles;
+    uint32_t num_tiles;
 
-    __device__ __forceinline__ int32_t token(int32_t tile) const {
+    __device__ __forceinline__ int32_t token(uint32_t tile) const {
       return first_token + tile * tile_tokens;
     }
-    __device__ __forceinline__ int32_t page(int32_t tile) const {
+    __device__ __forceinline__ int32_t page(uint32_t tile) const {
       return table_entry(pages, table_width, token(tile) / kTokensPerPage);
     }
   };
@@ -78,10 +78,15 @@ struct Prefill {
     }
   };
 
+  // First row of a tile that a lane holds; the others follow at multiples of 8.
+  static __device__ __forceinline__ int32_t row_of_lane() {
+    return threadIdx.x / 32 * (kBlocks * 16) + (threadIdx.x & 31) / 4;
+  }
+
   // Starts the copy of one tile of a pool.
   template <int dim, class Tile>
   static __device__ __forceinline__ void stage(unsigned shared, const void* pool, const View& view,
-                                               int32_t tile, int32_t num_kv_heads,
+                                               uint32_t tile, int32_t num_kv_heads,
                                                int32_t kv_head) {
     if (tile < view.num_tiles) {
       const int32_t page = view.page(tile), token = view.token(tile);
@@ -91,11 +96,12 @@ struct Prefill {
         const char* source = static_cast<const char*>(pool) + offset * int64_t{sizeof(Kv)};
         constexpr int kChunks = tile_tokens * Tile::kChunks;
 #pragma unroll
-        for (int32_t i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
-          const int32_t index = i * kThreads + threadIdx.x;
+        for (uint32_t i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
+          const uint32_t index = i * kThreads + threadIdx.x;
           if (kChunks % kThreads != 0 && index >= kChunks) break;
-          const int32_t row = index / Tile::kChunks, chunk = index % Tile::kChunks;
-          const bool is_seen = token + row >= view.begin && token + row < view.end;
+          const uint32_t row = index / Tile::kChunks, chunk = index % Tile::kChunks;
+          const bool is_seen = static_cast<uint32_t>(token + row - view.begin) <
+                               static_cast<uint32_t>(view.end - view.begin);
           copy_async_16(shared + Tile::offset(row, chunk), source + index * 16, is_seen);
         }
       }
@@ -174,9 +180,10 @@ struct Prefill {
     }
   }
 
-  // Hides what a row does not see. `row`: the first of this lane, within the sequence.
-  static __device__ __forceinline__ void mask(Scores& scores, int32_t row, int32_t past,
+  // Hides what a row does not see. `first_row`: of the block's tile, within the sequence.
+  static __device__ __forceinline__ void mask(Scores& scores, int32_t first_row, int32_t past,
                                               int32_t token, int32_t window) {
+    const int32_t row = first_row + row_of_lane();
     const int32_t first_column = token + (threadIdx.x & 3) * 2;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -249,28 +256,36 @@ struct Prefill {
 
   static __device__ __forceinline__ void attend(const PrefillArgs& args, const QueryTile& tile,
                                                 int32_t kv_head, unsigned char* shared) {
-    const int32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int32_t past = args.past_lens[tile.sequence];
     const View view = view_of(args, tile, past);
     const unsigned shared_query = shared_address(shared);
     const unsigned shared_keys = shared_query + kQueryBytes;
     const unsigned shared_values = shared_keys + num_stages * kKeyBytes;
-    const auto stage_keys = [&](int32_t key_tile) {
+    const auto stage_keys = [&](uint32_t key_tile) {
       stage<head_dim, KeyShared>(shared_keys + key_tile % num_stages * kKeyBytes, args.key_pool,
                                  view, key_tile, args.num_kv_heads, kv_head);
     };
-    const auto stage_values = [&](int32_t key_tile) {
+    const auto stage_values = [&](uint32_t key_tile) {
       stage<value_head_dim, ValueShared>(shared_values + key_tile % num_stages * kValueBytes,
                                          args.value_pool, view, key_tile, args.num_kv_heads,
                                          kv_head);
     };
 #pragma unroll
-    for (int32_t ahead = 0; ahead < num_stages; ++ahead) {
+    for (uint32_t ahead = 0; ahead < num_stages; ++ahead) {
       stage_keys(ahead);
       if (ahead + 1 < num_stages) stage_values(ahead);
     }
     stage_query<Activation, Kv, head_dim, group_size, tile_rows, kThreads>(
         shared, args, tile, kv_head, past, args.softmax_scale < 0.f ? -1.f : 1.f);
+
+    // Wanted by few tiles, or after the last: registers are short in the loop.
+    __shared__ QueryTile kept_tile;
+    __shared__ int32_t kept_past;
+    if (threadIdx.x == 0) {
+      kept_tile = tile;
+      kept_past = past;
+    }
 
     // With softcap: cap * tanh(s / cap). A scale of 0 would turn a masked score into NaN.
     float scale = fmaxf(fabsf(args.softmax_scale), 1e-30f);
@@ -289,7 +304,7 @@ struct Prefill {
 
     SoftmaxRows<kBlocks> rows;
     Outputs outputs = {};
-    for (int32_t key_tile = 0; key_tile < view.num_tiles; ++key_tile) {
+    for (uint32_t key_tile = 0; key_tile < view.num_tiles; ++key_tile) {
       const int32_t token = view.token(key_tile);
       const bool is_needed = span.sees(token) && is_page(view.page(key_tile), view.num_pages);
       Weights weights;
@@ -301,7 +316,7 @@ struct Prefill {
         score(scores, warp_query, shared_keys + key_tile % num_stages * kKeyBytes, query_lane,
               key_fragments);
         if (cap_scale > 0.f) cap(scores, cap_scale);
-        if (!span.sees_all(token)) mask(scores, warp_row + lane / 4, past, token, args.window);
+        if (!span.sees_all(token)) mask(scores, kept_tile.first_row, kept_past, token, args.window);
         rows.follow(scores, outputs, exponent_scale);
         rows.template weigh<Product>(weights, scores, exponent_scale);
       }
@@ -313,19 +328,18 @@ struct Prefill {
                    value_fragments);
       }
     }
-    store(args, tile, kv_head, rows, outputs);
+    store(args, kept_tile, kv_head, rows, outputs);
   }
 
   static __device__ __forceinline__ void store(const PrefillArgs& args, const QueryTile& tile,
                                                int32_t kv_head, const SoftmaxRows<kBlocks>& rows,
                                                const Outputs& outputs) {
-    const int32_t first = threadIdx.x / 32 * kBlocks * 16 + (threadIdx.x & 31) / 4;
     const float value_scale = kIsQuantised<Kv> ? args.kv_scales[args.num_kv_heads + kv_head] : 1.f;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int32_t row = first + block * 16 + half * 8;
+        const int32_t row = row_of_lane() + block * 16 + half * 8;
         const int32_t head = kv_head * group_size + (tile.first_row + row) % group_size;
         const float factor = rows.final_factor(block, half, args.sinks[head] * kLog2E);
         if (row >= tile.num_rows) continue;

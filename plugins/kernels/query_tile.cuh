@@ -133,7 +133,7 @@ __device__ __forceinline__ void stage_query(unsigned char* shared, const Prefill
   constexpr int kChunks = head_dim / 8;
   const Activation* query = static_cast<const Activation*>(args.query);
 #pragma unroll 4
-  for (int32_t index = threadIdx.x; index < tile_rows * kChunks; index += num_threads) {
+  for (uint32_t index = threadIdx.x; index < tile_rows * kChunks; index += num_threads) {
     const int32_t row = index / kChunks, chunk = index % kChunks;
     float values[8] = {};
     if (row < tile.num_rows) {

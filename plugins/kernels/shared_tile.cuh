@@ -14,23 +14,23 @@ struct SharedTile {
   static constexpr int kStride = kMixed ? row_bytes : (kChunks | 1) * 16;
 
   // Byte offset of a chunk.
-  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+  static __device__ __forceinline__ unsigned offset(unsigned row, unsigned chunk) {
     return row * kStride + ((kMixed ? chunk ^ (row & 7) : chunk) << 4);
   }
 
-  // What one lane adds to a tile's address to point at its own row of a matrix; the rest of
-  // an address is then known at compile time but for one XOR.
+  // What one lane adds to a tile's address to point at its own row of a matrix. The rest of an
+  // address is known at compile time: one XOR, since a mixed tile lies at a multiple of 128 bytes
+  // and so do its rows, and an immediate offset.
   struct Lane {
-    unsigned offset;
-    unsigned mix;
+    unsigned offset_of_lane;
 
-    __device__ __forceinline__ Lane(int row, int chunk)
-        : offset(row * kStride + (kMixed ? 0 : chunk << 4)),
-          mix(kMixed ? (chunk ^ (row & 7)) << 4 : 0) {}
+    __device__ __forceinline__ Lane(unsigned row, unsigned chunk) : offset_of_lane(offset(row, chunk)) {}
 
     // `row` is a multiple of 8, and `chunk` has no bit in common with the lane's own.
-    __device__ __forceinline__ unsigned address(unsigned tile, int row, int chunk) const {
-      return tile + offset + row * kStride + ((chunk << 4) ^ mix);
+    __device__ __forceinline__ unsigned address(unsigned tile, unsigned row, unsigned chunk) const {
+      const unsigned own = tile + offset_of_lane;
+      return kMixed ? (own ^ (chunk & 7) << 4) + row * kStride + (chunk & ~7u) * 16
+                    : own + row * kStride + chunk * 16;
     }
   };
 };

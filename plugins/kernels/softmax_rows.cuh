@@ -39,10 +39,10 @@ struct SoftmaxRows {
   __device__ __forceinline__ void follow(const float (&scores)[num_blocks][num_columns][4],
                                          float (&outputs)[num_blocks][num_outputs][4],
                                          float scale) {
-    float factors[num_blocks][2];
-    bool grows = false;
 #pragma unroll
     for (int block = 0; block < num_blocks; ++block) {
+      float factors[2];
+      bool grows = false;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float largest = scores[block][0][half * 2];
@@ -53,21 +53,18 @@ struct SoftmaxRows {
         }
         const float current = maximum_of_quad(largest) * scale;
         const bool row_grows = current > reference[block][half] + kSlack;
-        factors[block][half] = row_grows ? exp2_approx(reference[block][half] - current) : 1.f;
+        factors[half] = row_grows ? exp2_approx(reference[block][half] - current) : 1.f;
         if (row_grows) reference[block][half] = current;
         grows |= row_grows;
       }
-    }
-    if (!__any_sync(kAllLanes, grows)) return;
-#pragma unroll
-    for (int block = 0; block < num_blocks; ++block) {
+      if (!__any_sync(kAllLanes, grows)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[block][half] *= factors[block][half];
+        sum[block][half] *= factors[half];
 #pragma unroll
         for (int output = 0; output < num_outputs; ++output) {
-          outputs[block][output][half * 2] *= factors[block][half];
-          outputs[block][output][half * 2 + 1] *= factors[block][half];
+          outputs[block][output][half * 2] *= factors[half];
+          outputs[block][output][half * 2 + 1] *= factors[half];
         }
       }
     }
@@ -100,7 +97,7 @@ struct SoftmaxRows {
     const float peak = fmaxf(reference[block][half], sink);
     const float weight = exp2_approx(reference[block][half] - peak);
     const float total = sum_of_quad(sum[block][half]) * weight + exp2_approx(sink - peak);
-    return total == 0.f ? 0.f : weight / total;
+    return total == 0.f ? 0.f : __fdividef(weight, total);
   }
 };
 
