@@ -17,6 +17,7 @@ from paged_trt.builder.profile import make_profiles
 from paged_trt.builder.progress import BuildProgress
 from paged_trt.plugins import cuda, trt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
+from paged_trt.plugins.engine_table import EngineTable
 from paged_trt.plugins.errors import BuildCancelledError, BuildError
 from paged_trt.plugins.fields import ABI_VERSION, OP_TYPE, OperatorSpec
 from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
@@ -35,10 +36,11 @@ _abandoned: Final[list[object]] = []
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltPlan:
-    """A serialized engine and the record of how it was made."""
+    """A serialized engine, the record of how it was made, and the table of its network."""
 
     plan: bytes
     build: BuildRecord
+    table: EngineTable
 
 
 def build_plan(
@@ -63,7 +65,7 @@ def build_plan(
         BuildCancelledError: Ctrl-C. The caller should then end the process without cleaning
             up (`os._exit`), for a cancelled build of RTX 1.7.1 leaves a damaged heap.
     """
-    parse_attention_plan(attention_plan or AUTO)
+    explicit_plan = parse_attention_plan(attention_plan or AUTO)
     # The plugin classes derive from TensorRT's: importing them loads TensorRT.
     from paged_trt.plugins import creator
 
@@ -74,7 +76,7 @@ def build_plan(
         operators=operators,
         activation_dtype=spec.activation_dtype,
         kv_cache_dtype=spec.kv_cache_dtype,
-        attention_plan=attention_plan or AUTO,
+        attention_plan=explicit_plan,
     )
     CALLBACK_ERRORS.clear()
     session = _Session(spec)
@@ -84,9 +86,9 @@ def build_plan(
         progress or BuildProgress() as listener,
     ):
         session.parse(path, num_nodes=len(operators))
-        session.configure(listener)
+        table = session.configure(listener)
         plan = session.serialize(listener)
-    return BuiltPlan(plan=plan, build=_build_record(attention_plan))
+    return BuiltPlan(plan=plan, build=_build_record(attention_plan), table=table)
 
 
 @contextlib.contextmanager
@@ -137,7 +139,7 @@ class _Session:
         if not is_parsed or CALLBACK_ERRORS.first is not None:
             errors = [parser.get_error(index).desc() for index in range(parser.num_errors)]
             raise self._error("TensorRT cannot read the paged model", errors)
-        self._refuse_dropped_inputs()
+        self._refuse_unused_inputs()
         layers = [network.get_layer(index) for index in range(network.num_layers)]
         plugins = [layer for layer in layers if layer.type == self._api.LayerType.PLUGIN_V3]
         if len(plugins) != num_nodes:
@@ -147,11 +149,11 @@ class _Session:
                 "`plugin_version` on every node"
             )
 
-    def configure(self, listener: BuildProgress) -> None:
-        """Name, flags and profiles; then the check against the spec."""
+    def configure(self, listener: BuildProgress) -> EngineTable:
+        """Set name, flags and profiles; give the network's table, checked against the spec."""
         network, config, builder = self._network, self._config, self._builder
         network.name = network_name(self._spec)
-        config.set_preview_feature(self._api.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        self._allow_aliases()
         config.progress_monitor = trt.progress_monitor(listener)
         inputs = [network.get_input(index) for index in range(network.num_inputs)]
         dims = {tensor.name: tuple(tensor.shape) for tensor in inputs}
@@ -161,10 +163,16 @@ class _Session:
             for name, shapes in wanted.shapes.items():
                 profile.set_shape(name, *shapes)
             profiles.append(profile)
-        check_engine_table(self._spec, table_from_network(network, profiles))
+        table = table_from_network(network, profiles)
+        check_engine_table(self._spec, table)
         for profile in profiles:
             if config.add_optimization_profile(profile) < 0:
                 raise self._error("TensorRT refused an optimization profile")
+        return table
+
+    def _allow_aliases(self) -> None:
+        config, api = self._config, self._api
+        config.set_preview_feature(api.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def serialize(self, listener: BuildProgress) -> bytes:
         """The plan."""
@@ -175,15 +183,15 @@ class _Session:
             raise BuildCancelledError("the build was stopped; nothing was written")
         if plan is None or CALLBACK_ERRORS.first is not None:
             raise self._error("TensorRT built no engine")
-        self._refuse_dropped_inputs()
+        self._refuse_unused_inputs()
         return bytes(plan)
 
-    def _refuse_dropped_inputs(self) -> None:
+    def _refuse_unused_inputs(self) -> None:
         for line in self._lines.warnings:
             if "Unused Input" in line:
                 raise self._error(
-                    f"TensorRT dropped an input of a plugin ({line}); this version is not "
-                    "supported, install the one in `paged-trt[rtx]`"
+                    f"TensorRT found an input of the model that nothing reads ({line}); make the "
+                    "model again with `paged-trt build`"
                 )
 
     def _error(self, problem: str, lines: list[str] | None = None) -> BuildError:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
 
+from paged_trt.plugins.engine_table import DYNAMIC, Dims
 from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.plugins.tensors import (
     NUM_SEQS,
@@ -19,10 +19,6 @@ from paged_trt.plugins.tensors import (
     Dim,
     EngineSpec,
 )
-
-Dims = tuple[int, ...]
-DYNAMIC: Final = -1
-"""A dim of the network that the profiles bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

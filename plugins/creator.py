@@ -21,9 +21,9 @@ from paged_trt.plugins.fields import (
     INT_ATTRIBUTES,
     OP_TYPE,
     OP_VERSION,
-    STRING_ATTRIBUTES,
     OperatorSpec,
 )
+from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.plugin import PLUGIN_NAMES, PagedAttentionPlugin
 from paged_trt.plugins.plugin_spec import FieldValue, PluginSpec
 from paged_trt.plugins.trt import Route, flavor, load, route, version
@@ -39,13 +39,13 @@ class BuildContext:
         operators: spec of every PagedAttention node, by node name.
         activation_dtype: type of query, key, value and output.
         kv_cache_dtype: type of the pools.
-        attention_plan: text of `--attention-plan`.
+        attention_plan: the user's plan; None leaves the choice to the planner.
     """
 
     operators: Mapping[str, OperatorSpec]
     activation_dtype: DType
     kv_cache_dtype: DType
-    attention_plan: str
+    attention_plan: AttentionPlan | None
 
 
 _context: BuildContext | None = None
@@ -62,7 +62,7 @@ def build_context(context: BuildContext) -> Iterator[None]:
         _context = previous
 
 
-class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc]
+class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc,name-defined]
     """Common part: name, registration data, and the plan's own fields.
 
     Args:
@@ -110,13 +110,8 @@ class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc]
             known = ", ".join(_context.operators)
             raise SpecMismatchError("node", known, name, where=f"creator {self.name}")
         if self._route is Route.PLUGIN:
-            numbers = {
-                key: value
-                for key, value in values.items()
-                if key not in STRING_ATTRIBUTES and not isinstance(value, str)
-            }
             where = f"attributes of node `{name}`"
-            operator.require_equal(OperatorSpec.from_fields(numbers, where=where), where=where)
+            operator.require_equal(OperatorSpec.from_fields(values, where=where), where=where)
         return PluginSpec(
             operator=operator,
             activation_dtype=_context.activation_dtype,
@@ -127,21 +122,16 @@ class _Creator(api.IPluginCreatorV3One):  # type: ignore[misc]
 
 
 def decode_field(field: Any) -> FieldValue:
-    """Value of a plugin field: one int32 or float32, or NUL-terminated text.
+    """Value of a plugin field: one int32 or float32.
 
     Raises:
         SpecMismatchError: the field has another type or another length.
     """
-    data = np.asarray(field.data)
-    if field.type == api.PluginFieldType.CHAR:
-        return data.tobytes().rstrip(b"\0").decode()
     if field.type not in (api.PluginFieldType.INT32, api.PluginFieldType.FLOAT32):
-        raise SpecMismatchError(
-            field.name, "INT32, FLOAT32 or CHAR", field.type, where="plugin fields"
-        )
-    if data.size != 1:
-        raise SpecMismatchError(field.name, "1 value", data.size, where="plugin fields")
-    value: int | float = data.reshape(()).item()
+        raise SpecMismatchError(field.name, "INT32 or FLOAT32", field.type, where="plugin fields")
+    if field.size != 1:
+        raise SpecMismatchError(field.name, "1 value", field.size, where="plugin fields")
+    value: FieldValue = np.asarray(field.data).reshape(()).item()
     return value
 
 

@@ -15,6 +15,7 @@ import onnx
 
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, STRING_ATTRIBUTES, OperatorSpec
+from paged_trt.plugins.load_check import check_engine_table
 from paged_trt.plugins.manifest import MODEL_FILE, PLAN_FILE, EngineManifest, network_name
 from paged_trt.plugins.tensors import Role
 
@@ -52,6 +53,10 @@ def check_hops(directory: Path, manifest: EngineManifest) -> tuple[Hop, ...]:
             count = tensor.dims[0]
             _require_count(manifest, count, where=f"tensor table, `{tensor.name}`")
     hops.append(Hop("tensor table", "dim 0 of every pool tensor", pool.num_pages))
+    check_engine_table(manifest.spec, manifest.engine)
+    hops.append(
+        Hop("profiles", "min = opt = max of every pool, as TensorRT took them", pool.num_pages)
+    )
     if MODEL_FILE in manifest.files:
         _check_model(directory / MODEL_FILE, manifest)
         hops.append(Hop("ONNX model", "literal pool dims and node attributes", pool.num_pages))

@@ -221,6 +221,15 @@ class KvPoolSpec:
         """Shape of one key or value pool, `[num_pages, num_kv_heads, 128, head_dim]`."""
         return (self.num_pages, num_kv_heads, TOKENS_PER_PAGE, head_dim)
 
+    def covers_table(self, num_positions: int) -> bool:
+        """Whether positions 0 to `num_positions` - 1 reach into the last page of a full row."""
+        covered = pages_for_tokens(min(num_positions, MAX_KV_CACHE_CAPACITY))
+        return covered >= self.max_pages_per_seq
+
+    def table_entries(self) -> int:
+        """Entries of the largest page table, `[max_batch_size, max_pages_per_seq]`."""
+        return self.max_batch_size * self.max_pages_per_seq
+
     def value_page_id(self, key_page_id: int) -> int:
         """Id of a value page in the combined view of one allocation, keys first.
 

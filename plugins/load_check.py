@@ -6,58 +6,19 @@ deserialized: both bring an `EngineTable`, so the check needs neither a GPU nor 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.engine_table import Dims, EngineTable, EngineTensor
 from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.plugins.manifest import network_name
 from paged_trt.plugins.tensors import EngineSpec, Role, TensorSpec
 from paged_trt.plugins.trt import from_api_dtype, load
 
-Dims = tuple[int, ...]
-DYNAMIC: Final = -1
 NUM_PROFILES: Final = 2
 """Context and generation."""
 _BOUND_NAMES: Final = ("min", "opt", "max")
 _FIXED_ROLES: Final = frozenset({Role.POOL_INPUT, Role.SCALES})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTensor:
-    """One tensor as TensorRT reports it.
-
-    Attributes:
-        name: tensor name.
-        is_input: whether the engine reads it.
-        dtype: element type.
-        dims: dims, DYNAMIC where a profile bounds them.
-        profiles: (min, opt, max) dims per profile; empty for an output.
-        alias_of: input whose memory it uses; None where that is not reported.
-    """
-
-    name: str
-    is_input: bool
-    dtype: DType
-    dims: Dims
-    profiles: tuple[tuple[Dims, Dims, Dims], ...] = ()
-    alias_of: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTable:
-    """A network or an engine.
-
-    Attributes:
-        source: what the table describes, for messages: `network` or `engine`.
-        name: name that the network was given.
-        tensors: inputs and outputs.
-    """
-
-    source: str
-    name: str
-    tensors: tuple[EngineTensor, ...]
 
 
 def check_engine_table(spec: EngineSpec, table: EngineTable) -> None:
@@ -193,8 +154,11 @@ def table_from_engine(engine: Any) -> EngineTable:
 
 
 def _alias(engine: Any, name: str) -> str | None:
-    get_aliased: Callable[[str], str | None] = engine.get_aliased_input_tensor
-    return get_aliased(name) or None
+    # TensorRT 10 has no such method in Python.
+    get_aliased: Callable[[str], str | None] | None = getattr(
+        engine, "get_aliased_input_tensor", None
+    )
+    return None if get_aliased is None else get_aliased(name) or None
 
 
 def _bounds(shapes: Sequence[Any]) -> tuple[Dims, Dims, Dims]:

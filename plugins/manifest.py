@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import pydantic
 
+from paged_trt.plugins.engine_table import EngineTable
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
 from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.kv import TOKENS_PER_PAGE
@@ -77,6 +78,7 @@ class EngineManifest(_Record):
     spec: EngineSpec
     geometry_sha256: Sha256
     tensors: tuple[TensorSpec, ...]
+    engine: EngineTable
     build: BuildRecord
     source: SourceRecord
     files: dict[FileName, FileRecord]
@@ -86,11 +88,20 @@ class EngineManifest(_Record):
         cls,
         *,
         spec: EngineSpec,
+        engine: EngineTable,
         build: BuildRecord,
         source: SourceRecord,
         files: dict[str, FileRecord],
     ) -> EngineManifest:
-        """Manifest of an engine that was just built."""
+        """Manifest of an engine that was just built.
+
+        Args:
+            spec: what the engine was built for.
+            engine: what TensorRT reported of it.
+            build: how it was built.
+            source: what it was built from.
+            files: every other file of the engine directory.
+        """
         pool = PoolRecord(
             num_pages=spec.pool.num_pages,
             max_batch_size=spec.pool.max_batch_size,
@@ -105,6 +116,7 @@ class EngineManifest(_Record):
             spec=spec,
             geometry_sha256=geometry_sha256(spec),
             tensors=spec.tensors(),
+            engine=engine,
             build=build,
             source=source,
             files=files,

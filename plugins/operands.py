@@ -20,7 +20,6 @@ from paged_trt.plugins.attention import Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.plugins.fields import OperatorSpec
-from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, pages_for_tokens
 from paged_trt.plugins.trt import Route
 
 Dims = tuple[int, ...]
@@ -220,8 +219,8 @@ def _check_rope(spec: OperatorSpec, dims: Dims, where: str) -> None:
         want = ("max_positions", 2, attention.rotary_dim // 2)
         raise SpecMismatchError("rope_cos_sin.dims", want, dims, where=where)
     # The node knows its capacity in whole pages: a table that ends inside the last one is fine.
-    covered = pages_for_tokens(min(dims[0], MAX_KV_CACHE_CAPACITY))
-    if covered < spec.pool.max_pages_per_seq:
+    if not spec.pool.covers_table(dims[0]):
         want_pages = f"positions of at least {spec.pool.max_pages_per_seq} pages"
-        found = f"{dims[0]} positions ({covered} pages)"
-        raise SpecMismatchError("rope_cos_sin.dims", want_pages, found, where=where)
+        raise SpecMismatchError(
+            "rope_cos_sin.dims", want_pages, f"{dims[0]} positions", where=where
+        )

@@ -16,7 +16,6 @@ from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
 from paged_trt.plugins.launch import dispatch
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.plans import parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import (
     ALIASES,
@@ -43,8 +42,11 @@ _ALIASED_INPUT: Final = {int(output): int(operand) for output, operand in ALIASE
 _NO_ALIAS: Final = -1
 
 
-class PagedAttentionPlugin(  # type: ignore[misc]
-    api.IPluginV3, api.IPluginV3OneCore, api.IPluginV3OneBuildV2, api.IPluginV3OneRuntime
+class PagedAttentionPlugin(
+    api.IPluginV3,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneCore,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneBuildV2,  # type: ignore[misc,name-defined]
+    api.IPluginV3OneRuntime,  # type: ignore[misc,name-defined]
 ):
     """Paged attention that appends to the KV pools in place.
 
@@ -60,7 +62,7 @@ class PagedAttentionPlugin(  # type: ignore[misc]
         self.num_outputs = len(Output)
         self.spec = spec
         self.tactic = TACTIC_PLANNER
-        self._planner = PolicyPlanner(explicit=parse_attention_plan(spec.attention_plan))
+        self._planner = PolicyPlanner(explicit=spec.attention_plan)
         self._arch: str | None = None
         self._request: AttentionPlanRequest | None = None
         self._field_arrays: list[Any] = []
@@ -81,9 +83,12 @@ class PagedAttentionPlugin(  # type: ignore[misc]
 
     @kept
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
-        """The instance that one execution context runs; a device is there by now."""
+        """The instance that one execution context runs.
+
+        RTX attaches during a build as well, and that may happen where there is no device.
+        """
         copy = self.clone()
-        copy._arch = cuda.device_arch()
+        copy._arch = cuda.device_arch() if cuda.driver_available() else None
         return copy
 
     def get_aliased_input(self, output: int) -> int:
@@ -97,14 +102,16 @@ class PagedAttentionPlugin(  # type: ignore[misc]
 
     @kept
     def get_output_shapes(
-        self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any
+        self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any
     ) -> list[Any]:
         """Output 0 has query's token rows; the pools keep their dims."""
         layout = self.spec.layout
         tokens = inputs[Operand.QUERY][1 if layout.is_packed else 0]
         # The token count is an expression; -1 marks its place among the fixed dims.
         dims = output_dims(layout, self.spec.operator, -1)
-        output = api.DimsExprs([tokens if dim == -1 else builder.constant(dim) for dim in dims])
+        output = api.DimsExprs(
+            [tokens if dim == -1 else expr_builder.constant(dim) for dim in dims]
+        )
         pools = [api.DimsExprs(inputs[operand]) for operand in ALIASES.values()]
         return [output, *pools]
 
@@ -172,11 +179,7 @@ class PagedAttentionPlugin(  # type: ignore[misc]
         """The spec; the arrays live as long as the plugin, TensorRT reads them later."""
         arrays = self.spec.to_fields()
         self._field_arrays = list(arrays.values())
-        kinds = {
-            "int32": api.PluginFieldType.INT32,
-            "float32": api.PluginFieldType.FLOAT32,
-            "int8": api.PluginFieldType.CHAR,
-        }
+        kinds = {"int32": api.PluginFieldType.INT32, "float32": api.PluginFieldType.FLOAT32}
         return api.PluginFieldCollection(
             [
                 api.PluginField(name, array, kinds[array.dtype.name])

@@ -1,11 +1,14 @@
-"""Everything that one plugin instance is built from, and its form inside a plan."""
+"""Everything that one plugin instance is built from, and its form inside a plan.
+
+Each field of a plan is one number. Under NumPy 2 the Python bindings of TensorRT 10.13 read
+every element of a field as its first, so an array or a text would not survive.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +21,22 @@ from paged_trt.plugins.fields import (
     INT_ATTRIBUTES,
     OperatorSpec,
 )
-from paged_trt.plugins.launch.plans import parse_attention_plan
+from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
 from paged_trt.plugins.operands import LAYOUTS, InputLayout
 from paged_trt.plugins.trt import Route
 
 ABI_FIELD: Final = "abi_version"
-STRING_FIELDS: Final = ("activation_dtype", "kv_cache_dtype", "attention_plan", "route")
-SERIALIZED_FIELDS: Final = (ABI_FIELD, *INT_ATTRIBUTES, *FLOAT_ATTRIBUTES, *STRING_FIELDS)
+PLAN_FIELDS: Final = ("attention_plan", "partition_tokens", "threshold_tokens")
+CODE_FIELDS: Final = ("activation_dtype", "kv_cache_dtype", "route", *PLAN_FIELDS)
+SERIALIZED_FIELDS: Final = (ABI_FIELD, *INT_ATTRIBUTES, *FLOAT_ATTRIBUTES, *CODE_FIELDS)
 """Names of the fields in a plan; a change needs a new ABI_VERSION."""
 
-FieldArray = npt.NDArray[np.int32] | npt.NDArray[np.float32] | npt.NDArray[np.int8]
-FieldValue = int | float | str
-_E = TypeVar("_E", bound=enum.Enum)
+_ROUTE_CODES: Final = {Route.PLUGIN: 0, Route.GQA: 1}
+_AUTO, _DIRECT, _SPLIT = 0, 1, 2
+"""Codes of `attention_plan`; append only, as all codes of a plan."""
+
+FieldArray = npt.NDArray[np.int32] | npt.NDArray[np.float32]
+FieldValue = int | float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +47,17 @@ class PluginSpec:
         operator: pool and attention of the node.
         activation_dtype: type of query, key, value and output.
         kv_cache_dtype: type of both pools.
-        attention_plan: text of `--attention-plan`; `auto` leaves the choice to the planner.
+        attention_plan: the user's plan; None leaves the choice to the planner.
         route: how the parser found the plugin, which fixes the input layout.
 
     Raises:
-        ConfigError: a value is invalid.
+        ConfigError: a type cannot serve its purpose.
     """
 
     operator: OperatorSpec
     activation_dtype: DType
     kv_cache_dtype: DType
-    attention_plan: str
+    attention_plan: AttentionPlan | None
     route: Route
 
     def __post_init__(self) -> None:
@@ -58,7 +65,6 @@ class PluginSpec:
             raise ConfigError(f"no kernel computes in {self.activation_dtype.value}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(f"no KV pool holds {self.kv_cache_dtype.value}")
-        parse_attention_plan(self.attention_plan)
 
     @property
     def layout(self) -> InputLayout:
@@ -66,14 +72,14 @@ class PluginSpec:
         return LAYOUTS[self.route]
 
     def to_fields(self) -> dict[str, FieldArray]:
-        """Arrays of SERIALIZED_FIELDS; a string is NUL-terminated int8."""
+        """Arrays of SERIALIZED_FIELDS, one element each."""
         values: dict[str, FieldValue] = {
             ABI_FIELD: ABI_VERSION,
             **self.operator.to_fields(),
-            "activation_dtype": self.activation_dtype.value,
-            "kv_cache_dtype": self.kv_cache_dtype.value,
-            "attention_plan": self.attention_plan,
-            "route": self.route.value,
+            "activation_dtype": self.activation_dtype.onnx,
+            "kv_cache_dtype": self.kv_cache_dtype.onnx,
+            "route": _ROUTE_CODES[self.route],
+            **dict(zip(PLAN_FIELDS, _plan_codes(self.attention_plan), strict=True)),
         }
         return {name: _to_array(values[name]) for name in SERIALIZED_FIELDS}
 
@@ -96,31 +102,45 @@ class PluginSpec:
             )
         if values[ABI_FIELD] != ABI_VERSION:
             raise SpecMismatchError(ABI_FIELD, ABI_VERSION, values[ABI_FIELD], where=where)
-        numbers = {
-            name: value
-            for name, value in values.items()
-            if name in (*INT_ATTRIBUTES, *FLOAT_ATTRIBUTES) and not isinstance(value, str)
-        }
+        numbers = {name: values[name] for name in (*INT_ATTRIBUTES, *FLOAT_ATTRIBUTES)}
+        codes = {name: int(values[name]) for name in CODE_FIELDS}
+        routes = {code: route for route, code in _ROUTE_CODES.items()}
+        if codes["route"] not in routes:
+            raise SpecMismatchError("route", f"one of {[*routes]}", codes["route"], where=where)
         return cls(
             operator=OperatorSpec.from_fields(numbers, where=where),
-            activation_dtype=_enum(DType, values, "activation_dtype", where),
-            kv_cache_dtype=_enum(DType, values, "kv_cache_dtype", where),
-            attention_plan=str(values["attention_plan"]),
-            route=_enum(Route, values, "route", where),
+            activation_dtype=_dtype(codes, "activation_dtype", where),
+            kv_cache_dtype=_dtype(codes, "kv_cache_dtype", where),
+            attention_plan=_plan(codes, where),
+            route=routes[codes["route"]],
         )
 
 
 def _to_array(value: FieldValue) -> FieldArray:
-    if isinstance(value, str):
-        return np.frombuffer(value.encode() + b"\0", dtype=np.int8)
-    return np.array([value], dtype=np.float32 if isinstance(value, float) else np.int32)
+    if isinstance(value, float):
+        return np.array([value], dtype=np.float32)
+    return np.array([value], dtype=np.int32)
 
 
-def _enum(
-    kind: type[_E], values: Mapping[str, FieldValue], name: str, where: str
-) -> _E:
+def _plan_codes(plan: AttentionPlan | None) -> tuple[int, int, int]:
+    if isinstance(plan, SplitKv):
+        return _SPLIT, plan.partition_tokens, plan.threshold_tokens
+    return (_AUTO if plan is None else _DIRECT), 0, 0
+
+
+def _plan(codes: Mapping[str, int], where: str) -> AttentionPlan | None:
+    kind, partition, threshold = (codes[name] for name in PLAN_FIELDS)
+    if kind == _SPLIT:
+        return SplitKv(partition_tokens=partition, threshold_tokens=threshold)
+    if kind not in (_AUTO, _DIRECT):
+        known = [_AUTO, _DIRECT, _SPLIT]
+        raise SpecMismatchError("attention_plan", f"one of {known}", kind, where=where)
+    return None if kind == _AUTO else Direct()
+
+
+def _dtype(codes: Mapping[str, int], name: str, where: str) -> DType:
     try:
-        return kind(values[name])
-    except ValueError:
-        known = [member.value for member in kind]
-        raise SpecMismatchError(name, f"one of {known}", values[name], where=where) from None
+        return DType.from_onnx(codes[name])
+    except KeyError:
+        known = [dtype.onnx for dtype in DType]
+        raise SpecMismatchError(name, f"one of {known}", codes[name], where=where) from None

@@ -26,6 +26,8 @@ FLAVOR_VARIABLE: Final = "PAGED_TRT_FLAVOR"
 FLAVORS: Final = ("tensorrt", "tensorrt_rtx")
 Flavor = Literal["tensorrt", "tensorrt_rtx"]
 _LOG: Final = logging.getLogger("paged_trt.tensorrt")
+# A program that configures no logging hears of warnings in error messages only.
+_LOG.addHandler(logging.NullHandler())
 _LAST_LINES: Final = 40
 _DTYPE_NAMES: Final = {
     DType.FLOAT32: "FLOAT",
@@ -156,13 +158,17 @@ def _logger_class() -> Any:
         severity.VERBOSE: logging.DEBUG,
     }
 
-    class Logger(api.ILogger):  # type: ignore[misc]
+    class Logger(api.ILogger):  # type: ignore[misc,name-defined]
         def __init__(self, lines: LogLines) -> None:
             api.ILogger.__init__(self)
             self._lines = lines
 
         def log(self, severity: Any, message: str) -> None:
-            self._lines.add(levels[severity], message)
+            level = levels[severity]
+            # Said of every int64 input of every model, and the runtime binds int64.
+            if "has Int64 binding" in message:
+                level = logging.DEBUG
+            self._lines.add(level, message)
 
     return Logger
 
@@ -189,7 +195,7 @@ def progress_monitor(listener: BuildListener) -> Any:
 def _monitor_class() -> Any:
     api = load()
 
-    class Monitor(api.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(api.IProgressMonitor):  # type: ignore[misc,name-defined]
         def __init__(self, listener: BuildListener) -> None:
             api.IProgressMonitor.__init__(self)
             self._listener = listener
@@ -267,5 +273,4 @@ def _probe_model() -> bytes:
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(OP_DOMAIN, 1)]
     graph = helper.make_graph([node], "probe", value[:1], value[1:])
-    data = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
-    return cast(bytes, data)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()

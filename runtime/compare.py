@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
 from paged_trt.plugins.tensors import EngineSpec
@@ -15,16 +17,32 @@ from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_fo
 from paged_trt.runtime.decoders import open_decoder
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.paged_generation import PagedGenerator
-from paged_trt.runtime.scenarios import Scenario, default_prompt_lens, make_scenarios
+from paged_trt.runtime.scenarios import (
+    Scenario,
+    default_prompt_lens,
+    make_scenarios,
+    random_prompts,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """What to run and what to allow; see `paged-trt compare --help`."""
+    """What to run and what to allow; see `paged-trt compare --help`.
+
+    Attributes:
+        executor: `auto`, `tensorrt` or `reference`.
+        num_new_tokens: greedy tokens of each prompt.
+        prompt_lens: lengths of random prompts; None takes lengths around whole pages.
+        prompts: token ids of the prompts, instead of random ones.
+        seed: of random prompts and of the page order.
+        atol: absolute tolerance of the logits.
+        rtol: tolerance of the logits, relative to the largest of the row.
+    """
 
     executor: str = "auto"
     num_new_tokens: int = 16
     prompt_lens: Sequence[int] | None = None
+    prompts: Sequence[Sequence[int]] | None = None
     seed: int = 0
     atol: float | None = None
     rtol: float | None = None
@@ -127,10 +145,13 @@ def compare_engine(model: Path, directory: Path, options: CompareOptions) -> Com
 
 
 def _scenarios(spec: EngineSpec, options: CompareOptions) -> list[Scenario]:
-    lengths = options.prompt_lens
-    if lengths is None:
-        lengths = default_prompt_lens(spec, options.num_new_tokens)
-    return make_scenarios(spec, lengths, num_new_tokens=options.num_new_tokens, seed=options.seed)
+    prompts: Sequence[Sequence[int] | npt.NDArray[Any]] | None = options.prompts
+    if prompts is None:
+        lengths = options.prompt_lens
+        if lengths is None:
+            lengths = default_prompt_lens(spec, options.num_new_tokens)
+        prompts = random_prompts(spec, lengths, seed=options.seed)
+    return make_scenarios(spec, prompts, num_new_tokens=options.num_new_tokens)
 
 
 def _notes(dense: tuple[str, ...], paged: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,7 +173,7 @@ def _not_run(
             f"prefill whole: a prompt is longer than max_num_tokens={manifest.spec.max_num_tokens}"
         )
     if all(chunk is None for chunk in chunks):
-        missing.append("prefill by chunks: no prompt is longer than a chunk")
+        missing.append("prefill by chunks: no prompt has more than one token")
     return tuple(missing)
 
 

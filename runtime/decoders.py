@@ -20,7 +20,8 @@ from paged_trt.runtime.dense_paged import (
     read_paged_signature,
 )
 from paged_trt.runtime.dense_signature import load_graph, read_signature
-from paged_trt.runtime.reference_model import ReferenceModel, upcast_bfloat16
+from paged_trt.runtime.reference_model import ReferenceModel
+from paged_trt.runtime.reference_upcast import upcast_bfloat16
 
 UPCAST_NOTE: Final = "onnxruntime computes no bfloat16 on a CPU: run as its float32 upcast"
 

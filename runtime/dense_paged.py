@@ -7,6 +7,7 @@ runtime's registry, page tables or scheduler.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from paged_trt.plugins.reference import DOMAIN, OP_TYPE, paged_attention_functio
 from paged_trt.plugins.tensors import INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = npt.NDArray[Any]
+Pool = tuple[str, tuple[int, ...], DType]
+"""Output that holds a pool after the step, shape and element type."""
 
 # Positions of the op's inputs and outputs, in the order of the contract.
 _POOL_INPUTS, _POOL_OUTPUTS = (3, 4), (1, 2)
+_REMEDY = "pass the dense model that the engine was built from instead"
 _PAGE_TABLE, _QUERY_START_OFFSETS, _PAST_LENS, _KV_SCALES = 5, 6, 7, 9
 
 
@@ -44,7 +48,7 @@ class PagedSignature:
     page_table: str
     query_start_offsets: str
     past_lens: str
-    pools: dict[str, tuple[str, tuple[int, ...], DType]]
+    pools: dict[str, Pool]
     scales: tuple[str, ...]
     reads_position_ids: bool
 
@@ -62,18 +66,7 @@ def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
     """
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     nodes = paged_nodes(model)
-    pools = {}
-    for node in nodes:
-        for source, target in zip(_POOL_INPUTS, _POOL_OUTPUTS, strict=True):
-            name = node.input[source]
-            dims = [dim.dim_value for dim in inputs[name].shape.dim] if name in inputs else []
-            if len(dims) != 4 or not all(dims[1:]):
-                raise UnsupportedError(
-                    f"pool `{name}` of `{node.name}` must be an input of 4 dims, all fixed but "
-                    f"the pages, found {dims}; pass the dense model that the engine was built from instead"
-                )
-            dtype = DType.from_onnx(inputs[name].elem_type)
-            pools[name] = (node.output[target], tuple(dims), dtype)
+    pools = {name: pool for node in nodes for name, pool in _node_pools(node, inputs).items()}
     first = nodes[0].input
     scales = tuple(node.input[_KV_SCALES] for node in nodes if node.input[_KV_SCALES] in inputs)
     known = {INPUT_IDS, POSITION_IDS, *pools, *scales}
@@ -81,8 +74,7 @@ def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
     for name in inputs:
         if name not in known:
             raise UnsupportedError(
-                f"compare does not know what to feed to input `{name}` of a paged model; "
-                "pass the dense model that the engine was built from instead"
+                f"compare does not know what to feed to input `{name}` of a paged model; {_REMEDY}"
             )
     return PagedSignature(
         page_table=first[_PAGE_TABLE],
@@ -92,6 +84,23 @@ def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
         scales=scales,
         reads_position_ids=POSITION_IDS in inputs,
     )
+
+
+def _node_pools(
+    node: onnx.NodeProto, inputs: Mapping[str, onnx.TypeProto.Tensor]
+) -> dict[str, Pool]:
+    pools = {}
+    for source, target in zip(_POOL_INPUTS, _POOL_OUTPUTS, strict=True):
+        name = node.input[source]
+        dims = [dim.dim_value for dim in inputs[name].shape.dim] if name in inputs else []
+        if len(dims) != 4 or not all(dims[1:]):
+            raise UnsupportedError(
+                f"pool `{name}` of `{node.name}` must be an input of 4 dims, all fixed but the "
+                f"pages, found {dims}; {_REMEDY}"
+            )
+        dtype = DType.from_onnx(inputs[name].elem_type)
+        pools[name] = (node.output[target], tuple(dims), dtype)
+    return pools
 
 
 def add_missing_functions(model: onnx.ModelProto) -> bool:
@@ -131,8 +140,7 @@ def load_scales(folder: Path, signature: PagedSignature) -> dict[str, Array]:
     for name in signature.scales:
         if name not in scales:
             raise UnsupportedError(
-                f"the model needs the scales `{name}` and {path} does not hold them; "
-                "pass the dense model that the engine was built from instead"
+                f"the model needs the scales `{name}` and {path} does not hold them; {_REMEDY}"
             )
     return {name: scales[name] for name in signature.scales}
 

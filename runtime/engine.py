@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.plugins.hops import check_hops
 from paged_trt.plugins.manifest import (
     KV_SCALES_FILE,
     MANIFEST_FILE,
@@ -35,8 +36,8 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
     Args:
         directory: what `paged-trt build` wrote.
         executor: `tensorrt` runs the plan, `reference` runs `model.onnx` on a CPU, `auto`
-            takes the first that can run; a fall back to the reference is logged as a
-            warning and is one of the executor's notes.
+            takes the first that can run; a fall back to the reference is one of the
+            executor's notes.
 
     Raises:
         ConfigError: there is no executor of that name.
@@ -50,12 +51,13 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
     folder = Path(directory)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    check_hops(folder, manifest)
     if executor == "tensorrt":
         raise UnsupportedError(f"{_NO_TENSORRT}; pass `--executor reference`")
     notes: tuple[str, ...] = ()
     if executor == "auto":
         notes = (f"{_NO_TENSORRT}: the reference executor runs the model on the CPU",)
-        _LOG.warning("%s", notes[0])
+        _LOG.info("%s", notes[0])
     return _load_reference(folder, manifest, notes=notes)
 
 

@@ -180,8 +180,8 @@ def _import_onnxruntime() -> ModuleType:
 def _make_session(runtime: ModuleType, model: ReferenceModel, model_path: Path) -> Any:
     options = runtime.SessionOptions()
     options.use_deterministic_compute = True
-    # Warnings of onnxruntime go to stderr and tell a user nothing; errors are raised.
-    options.log_severity_level = 3
+    # Errors are raised: onnxruntime need not print them as well.
+    options.log_severity_level = 4
     try:
         with model.file() as path:
             return runtime.InferenceSession(

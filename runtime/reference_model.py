@@ -7,19 +7,17 @@ import dataclasses
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx
-import onnx_ir as ir
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
-from paged_trt.plugins.reference import DOMAIN
 from paged_trt.plugins.tensors import EngineSpec, Role, TensorSpec
 
-_TYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype"})
-"""Attributes of standard operators whose integer is an element type."""
+if TYPE_CHECKING:
+    # It takes half a second to import, and only an upcast needs it.
+    import onnx_ir as ir
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +43,8 @@ class ReferenceModel:
         if self.upcast is None:
             yield self.path
             return
+        import onnx_ir as ir
+
         with tempfile.TemporaryDirectory(prefix="paged-trt-") as folder:
             path = Path(folder) / self.path.name
             ir.save(self.upcast, path, external_data=f"{path.name}.data")
@@ -68,19 +68,23 @@ def open_reference_model(path: Path, spec: EngineSpec) -> ReferenceModel:
         raise ManifestError(
             f"{path} is no readable ONNX model ({error}); rebuild with `paged-trt build`"
         ) from error
-    _check_locations(path, proto.graph)
+    _check_locations(path, proto)
     _check_interface(path, proto.graph, spec)
     if spec.activation_dtype is not DType.BFLOAT16:
         return ReferenceModel(path, None)
+    import onnx_ir as ir
+
+    from paged_trt.runtime.reference_upcast import upcast_bfloat16
+
     model = ir.load(path)
     upcast_bfloat16(model)
     return ReferenceModel(path, model)
 
 
-def _check_locations(path: Path, graph: onnx.GraphProto) -> None:
+def _check_locations(path: Path, model: onnx.ModelProto) -> None:
     """External data must be files of the model's own directory, which the manifest covers."""
     folder = path.parent.resolve()
-    for tensor in _tensors(graph):
+    for tensor in _tensors(model):
         for entry in tensor.external_data:
             if entry.key != "location":
                 continue
@@ -97,15 +101,23 @@ def _check_locations(path: Path, graph: onnx.GraphProto) -> None:
                 )
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of the graph, its subgraphs and the functions."""
+    yield from model.graph.initializer
+    yield from _node_tensors(model.graph.node)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
             for subgraph in (attribute.g, *attribute.graphs):
-                yield from _tensors(subgraph)
+                yield from subgraph.initializer
+                yield from _node_tensors(subgraph.node)
 
 
 def _check_interface(path: Path, graph: onnx.GraphProto, spec: EngineSpec) -> None:
@@ -140,70 +152,3 @@ def _check_tensor(path: Path, value: onnx.ValueInfoProto, tensor: TensorSpec) ->
         for mine, theirs in zip(wanted, dims, strict=True)
     ):
         raise SpecMismatchError(f"{tensor.name}.dims", wanted, dims, where=str(path))
-
-
-def upcast_bfloat16(model: ir.Model) -> None:
-    """Make float32 of bfloat16 everywhere but in the pools and in PagedAttention itself.
-
-    The function of PagedAttention takes float32 activations with bfloat16 pools, so keys and
-    values are rounded as they are on a device.
-    """
-    pools = {
-        value
-        for value in (*model.graph.inputs, *model.graph.outputs)
-        if value.name is not None and value.name.startswith(("key_pool", "value_pool"))
-    }
-    _upcast_values([*model.graph.inputs, *model.graph.outputs], keep=pools)
-    _upcast_graph(model.graph, keep=pools)
-    for function in model.functions.values():
-        if function.domain != DOMAIN:
-            _upcast_nodes(function, keep=pools)
-
-
-def _upcast_graph(graph: ir.Graph, *, keep: set[ir.Value]) -> None:
-    for value in graph.initializers.values():
-        if value.const_value is not None and value.dtype == ir.DataType.BFLOAT16:
-            value.const_value = _upcast_tensor(value.const_value)
-            value.dtype = ir.DataType.FLOAT
-    _upcast_nodes(graph, keep=keep)
-
-
-def _upcast_nodes(nodes: Iterable[ir.Node], *, keep: set[ir.Value]) -> None:
-    for node in nodes:
-        _upcast_values(node.outputs, keep=keep)
-        for attribute in tuple(node.attributes.values()):
-            _upcast_attribute(node, attribute, keep=keep)
-
-
-def _upcast_attribute(node: ir.Node, attribute: ir.Attr, *, keep: set[ir.Value]) -> None:
-    if attribute.is_ref():
-        return
-    if attribute.type == ir.AttributeType.GRAPH:
-        _upcast_values([*attribute.as_graph().inputs], keep=keep)
-        _upcast_graph(attribute.as_graph(), keep=keep)
-    elif attribute.type == ir.AttributeType.TENSOR:
-        tensor = attribute.as_tensor()
-        if tensor.dtype == ir.DataType.BFLOAT16:
-            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, _upcast_tensor(tensor))
-    elif (
-        attribute.type == ir.AttributeType.INT
-        and attribute.name in _TYPE_ATTRIBUTES
-        and attribute.as_int() == ir.DataType.BFLOAT16
-    ):
-        node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.FLOAT.value)
-
-
-def _upcast_values(values: Iterable[ir.Value], *, keep: set[ir.Value]) -> None:
-    for value in values:
-        if value.dtype == ir.DataType.BFLOAT16 and value not in keep:
-            value.dtype = ir.DataType.FLOAT
-
-
-def _upcast_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """float32 of the same numbers, made when it is asked for: weights may be large."""
-
-    def load() -> ir.TensorProtocol:
-        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-
-    shape = ir.Shape(tuple(int(dim) for dim in tensor.numpy().shape))
-    return ir.LazyTensor(load, dtype=ir.DataType.FLOAT, shape=shape, name=tensor.name)

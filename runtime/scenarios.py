@@ -56,34 +56,49 @@ def default_prompt_lens(spec: EngineSpec, num_new_tokens: int) -> tuple[int, ...
     return tuple(dict.fromkeys(fitting))
 
 
+def random_prompts(spec: EngineSpec, prompt_lens: Sequence[int], *, seed: int) -> list[Array]:
+    """Prompts of random token ids, `[prompt_len]` int64 each.
+
+    Raises:
+        SequenceError: a prompt would be empty.
+    """
+    if any(length < 1 for length in prompt_lens):
+        raise SequenceError(f"a prompt needs 1 token or more, got lengths {list(prompt_lens)}")
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, spec.vocab_size, length) for length in prompt_lens]
+
+
 def make_scenarios(
-    spec: EngineSpec, prompt_lens: Sequence[int], *, num_new_tokens: int, seed: int
+    spec: EngineSpec, prompts: Sequence[Sequence[int] | Array], *, num_new_tokens: int
 ) -> list[Scenario]:
-    """Scenarios of random prompts that fit the engine.
+    """Scenarios of the prompts that fit the engine.
 
     Args:
         spec: the engine's limits and vocabulary.
-        prompt_lens: tokens of each prompt; one sequence each.
+        prompts: token ids of each sequence.
         num_new_tokens: greedy tokens of each sequence.
-        seed: of the token ids.
 
     Returns:
-        Prefill in one piece, where one step holds the longest prompt, and prefill in chunks.
+        Prefill in one piece, where one step holds the longest prompt, and prefill in chunks,
+        where a prompt has more than one token.
 
     Raises:
         ConfigError: there is no prompt, or `num_new_tokens` is 0.
         SequenceError: a prompt is empty or longer than the engine serves.
     """
-    _check(spec, prompt_lens, num_new_tokens)
-    generator = np.random.default_rng(seed)
-    prompts = tuple(generator.integers(0, spec.vocab_size, length) for length in prompt_lens)
-    whole = Scenario(prompts=prompts, num_new_tokens=num_new_tokens, prefill_chunk=None)
+    lengths = [len(prompt) for prompt in prompts]
+    _check(spec, lengths, num_new_tokens)
+    arrays = tuple(np.asarray(prompt, np.int64) for prompt in prompts)
+    whole = Scenario(prompts=arrays, num_new_tokens=num_new_tokens, prefill_chunk=None)
     # An even limit below the chunk may divide a page; one less is odd and does not.
     chunk = min(_CHUNK, spec.max_num_tokens - (spec.max_num_tokens + 1) % 2)
+    longest = max(lengths)
+    if longest <= chunk:
+        chunk = longest // 2
+    if chunk == 0:
+        return [whole]
     chunked = dataclasses.replace(whole, prefill_chunk=chunk)
-    if max(prompt_lens) > spec.max_num_tokens:
-        return [chunked]
-    return [whole, chunked] if max(prompt_lens) > chunk else [whole]
+    return [chunked] if longest > spec.max_num_tokens else [whole, chunked]
 
 
 def _longest_prompt(spec: EngineSpec, num_new_tokens: int) -> int:

@@ -61,10 +61,10 @@ def configure_logging(level: str) -> None:
 
 
 def _log_level() -> str:
-    level = os.environ.get("PAGED_TRT_LOG", "WARNING").upper()
-    if level not in LOG_LEVELS:
+    level = os.environ.get("PAGED_TRT_LOG", "WARNING")
+    if level.upper() not in LOG_LEVELS:
         raise ConfigError(f"PAGED_TRT_LOG must be one of {', '.join(LOG_LEVELS)}, got `{level}`")
-    return level
+    return level.upper()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

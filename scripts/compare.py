@@ -8,12 +8,15 @@ import tempfile
 from pathlib import Path
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.comparison import SequenceResult
+from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 
 EXIT_DIFFERENT = 1
 
@@ -47,6 +50,11 @@ def _parse_prompt_lens(
     callback=_parse_prompt_lens,
     help="Tokens of each prompt; left out, 1 and lengths around one and two pages.",
 )
+@click.option("--prompt", "texts", multiple=True, help="Text to continue; repeat it for a batch.")
+@click.option(
+    "--input-ids", "ids", multiple=True, help="Token ids such as 1,2,3; repeat it for a batch."
+)
+@click.option("--chat", is_flag=True, help="Wrap each --prompt in the model's chat template.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the token ids.")
 @click.option("--atol", type=float, help="Absolute tolerance of the logits.")
 @click.option(
@@ -67,6 +75,9 @@ def command(
     executor: str,
     new_tokens: int,
     prompt_lens: tuple[int, ...] | None,
+    texts: tuple[str, ...],
+    ids: tuple[str, ...],
+    chat: bool,
     seed: int,
     atol: float | None,
     rtol: float | None,
@@ -83,6 +94,10 @@ def command(
       paged-trt compare model.onnx engine
       paged-trt compare model.onnx engine --prompt-lens 127,129 --new-tokens 32 --json out.json
     """
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        # Before the run, not after minutes of it.
+        raise ConfigError(f"{json_file.parent} is no directory; create it first")
+    prompts = _prompts(engine_dir, prompt_lens, texts=texts, ids=ids, chat=chat)
     report = compare_engine(
         model,
         engine_dir,
@@ -90,6 +105,7 @@ def command(
             executor=executor,
             num_new_tokens=new_tokens,
             prompt_lens=prompt_lens,
+            prompts=prompts,
             seed=seed,
             atol=atol,
             rtol=rtol,
@@ -102,10 +118,33 @@ def command(
         ctx.exit(EXIT_DIFFERENT)
 
 
+def _prompts(
+    engine_dir: Path,
+    prompt_lens: tuple[int, ...] | None,
+    *,
+    texts: tuple[str, ...],
+    ids: tuple[str, ...],
+    chat: bool,
+) -> list[tuple[int, ...]] | None:
+    """Token ids of the prompts that were given; None where random ones are wanted."""
+    if not texts and not ids and not chat:
+        return None
+    if prompt_lens is not None:
+        raise ConfigError(
+            "`--prompt-lens` makes random prompts; pass it, or `--prompt` and `--input-ids`"
+        )
+    prompts = read_prompts(open_tokenizer(engine_dir), texts=texts, ids=ids, chat=chat)
+    return [prompt.token_ids for prompt in prompts]
+
+
 def show(report: ComparisonReport, console: Console) -> None:
-    """Print the table, then what was run, what was not, and the verdict."""
+    """Print the table, then what was run, what was not, and the verdict.
+
+    A difference is printed as `value @step`, the step where it is largest for its tolerance.
+    """
     console.print(_table(report))
     for label, lines in (
+        ("token difference", _token_differences(report)),
         ("tolerance", [_tolerance(report)]),
         ("source", [_source(report)]),
         ("note", report.notes),
@@ -129,6 +168,8 @@ def write_json(report: ComparisonReport, path: Path) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
+        # mkstemp lets nobody else read it; a report is no secret.
+        Path(staged).chmod(0o644)
         Path(staged).replace(path)
     except BaseException:
         Path(staged).unlink(missing_ok=True)
@@ -136,13 +177,19 @@ def write_json(report: ComparisonReport, path: Path) -> None:
 
 
 def _table(report: ComparisonReport) -> Table:
-    table = Table(title="Engine against model", title_justify="left")
-    for name in ("iteration", "sequence"):
-        table.add_column(name)
-    for name in ("prompt", "steps", "max |d logits|", "tolerance"):
-        table.add_column(name, justify="right")
-    table.add_column("tokens")
-    table.add_column("verdict")
+    table = Table(
+        title="Engine against model",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # fits 80 columns
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("iteration", no_wrap=True)
+    for name in ("seq", "prompt", "steps", "max |d logits|", "tolerance"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tokens", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for name, results in report.iterations:
         for index, result in enumerate(results):
             table.add_row(name, str(index), *_cells(result))
@@ -150,18 +197,23 @@ def _table(report: ComparisonReport) -> Table:
 
 
 def _cells(result: SequenceResult) -> tuple[str, ...]:
-    difference = result.token_difference
-    tokens = "equal" if difference is None else str(difference)
-    if result.excused:
-        tokens += " (excused)"
     return (
         str(result.prompt_len),
         f"{result.steps_compared}/{result.num_steps}",
-        f"{result.max_difference:.3g} (step {result.worst_step})",
+        f"{result.max_difference:.3g} @{result.worst_step}",
         f"{result.limit:.3g}",
-        tokens,
+        "equal" if result.tokens_equal else "excused" if result.excused else "differ",
         "[green]✓[/green]" if result.passed else "[red]differs[/red]",
     )
+
+
+def _token_differences(report: ComparisonReport) -> list[str]:
+    return [
+        f"{name}, sequence {index}, {result.token_difference}"
+        for name, results in report.iterations
+        for index, result in enumerate(results)
+        if result.token_difference is not None
+    ]
 
 
 def _tolerance(report: ComparisonReport) -> str:

@@ -22,6 +22,7 @@ environment() {
   rm -rf "$directory"
   "$python" -m venv "$directory"
   "$directory/bin/python" -m pip install -q -c "$root/scripts/constraints.txt" pip
-  (cd "$root" && "$directory/bin/python" -m pip install -q -c scripts/constraints.txt "$@")
+  (cd "$root" && # setuptools warns about every editable install.
+    PYTHONWARNINGS=ignore "$directory/bin/python" -m pip install -q -c scripts/constraints.txt "$@")
   echo "$stamp" >"$directory/.stamp"
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import helper
+
 from paged_trt.plugins import tensors
 from paged_trt.plugins.attention import AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType

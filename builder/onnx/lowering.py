@@ -32,10 +32,11 @@ from paged_trt.plugins.fields import (
     INT_ATTRIBUTES,
     OP_DOMAIN,
     OP_TYPE,
+    OP_VERSION,
     OperatorSpec,
 )
 from paged_trt.plugins.operands import Operand
-from paged_trt.plugins.tensors import EngineSpec, key_pool_name
+from paged_trt.plugins.tensors import EngineSpec, Role, key_pool_name, value_pool_name
 
 GQA_DOMAIN: Final = "com.microsoft"
 GQA_TYPE: Final = "GroupQueryAttention"
@@ -54,6 +55,7 @@ def node_operators(model: ir.Model, spec: EngineSpec) -> dict[str, OperatorSpec]
         BuildError: there is no such node, or names are missing or not unique.
         SpecMismatchError: a node's attributes or its pool differ from `spec`.
     """
+    _check_pool_dims(model, spec)
     nodes = paged_nodes(model)
     names = [node.name for node in nodes]
     if not nodes or None in names or len({*names}) != len(names):
@@ -63,20 +65,46 @@ def node_operators(model: ir.Model, spec: EngineSpec) -> dict[str, OperatorSpec]
         )
     if len(nodes) != len(spec.layers):
         raise SpecMismatchError("num_layers", len(spec.layers), len(nodes), where="model.onnx")
-    layer_of_pool = {key_pool_name(index): index for index in range(len(spec.layers))}
+    layer_of_pools = {
+        (key_pool_name(index), value_pool_name(index)): index for index in range(len(spec.layers))
+    }
     operators = {}
     for node in nodes:
-        pool = node.inputs[Operand.KEY_POOL]
-        where = f"attributes of node `{node.name}` in model.onnx"
-        index = layer_of_pool.pop(str(pool.name if pool else None), None)
+        key_pool, value_pool = (
+            str(value.name if value else None) for value in node.inputs[Operand.KEY_POOL :][:2]
+        )
+        pools = (key_pool, value_pool)
+        where = f"node `{node.name}` in model.onnx"
+        index = layer_of_pools.pop(pools, None)
         if index is None:
-            raise SpecMismatchError(
-                "key_pool", "the pool of one layer", pool.name if pool else None, where=where
-            )
+            raise SpecMismatchError("pools", "those of one layer", pools, where=where)
+        _require_plugin_attributes(node, where)
         found = OperatorSpec.from_fields(_numbers(node), where=where)
         OperatorSpec(pool=spec.pool, attention=spec.layers[index]).require_equal(found, where=where)
         operators[str(node.name)] = found
     return operators
+
+
+def _require_plugin_attributes(node: ir.Node, where: str) -> None:
+    for name, want in (("plugin_namespace", OP_DOMAIN), ("plugin_version", OP_VERSION)):
+        attribute = node.attributes.get(name)
+        found = None if attribute is None else attribute.as_string()
+        if found != want:
+            raise SpecMismatchError(name, want, found, where=where)
+
+
+def _check_pool_dims(model: ir.Model, spec: EngineSpec) -> None:
+    """Compare the declared dims of the pools, which TensorRT does not read for outputs."""
+    values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
+    for tensor in spec.tensors():
+        if tensor.role not in (Role.POOL_INPUT, Role.POOL_OUTPUT):
+            continue
+        value = values.get(tensor.name)
+        shape = value.shape if value is not None else None
+        found = None if shape is None else tuple(shape)
+        if found != tensor.dims:
+            where = f"model.onnx, tensor `{tensor.name}`"
+            raise SpecMismatchError("pool_shape", tensor.dims, found, where=where)
 
 
 def lower_to_gqa(model: ir.Model, operators: Mapping[str, OperatorSpec]) -> None:
@@ -95,9 +123,7 @@ def lower_to_gqa(model: ir.Model, operators: Mapping[str, OperatorSpec]) -> None
     model.graph.opset_imports.pop(OP_DOMAIN, None)
 
 
-def _lower_node(
-    graph: ir.Graph, node: ir.Node, attention: AttentionSpec, total: ir.Value
-) -> None:
+def _lower_node(graph: ir.Graph, node: ir.Node, attention: AttentionSpec, total: ir.Value) -> None:
     emit = _Emitter(graph, str(node.name))
     operands = [node.inputs[operand] for operand in Operand]
     width = max(attention.head_dim, attention.value_head_dim) * attention.num_kv_heads
@@ -112,10 +138,15 @@ def _lower_node(
     lens = (operands[Operand.PAST_LENS], operands[Operand.QUERY_START_OFFSETS])
     scales = emit.reshape(operands[Operand.KV_SCALES], "kv_scales", [-1])
     sources = {
-        **{0: query, 1: key, 2: value},
-        **{3: operands[Operand.KEY_POOL], 4: operands[Operand.VALUE_POOL]},
-        **{5: emit.concat(lens, "lens"), 6: total},
-        **{7: operands[Operand.PAGE_TABLE], 8: operands[Operand.ROPE_COS_SIN]},
+        0: query,
+        1: key,
+        2: value,
+        3: operands[Operand.KEY_POOL],
+        4: operands[Operand.VALUE_POOL],
+        5: emit.concat(lens, "lens"),
+        6: total,
+        7: operands[Operand.PAGE_TABLE],
+        8: operands[Operand.ROPE_COS_SIN],
         _SINK_SLOT: emit.concat((scales, operands[Operand.SINKS]), "heads"),
     }
     attributes = {
@@ -125,9 +156,7 @@ def _lower_node(
         "scale": attention.softmax_scale,
     }
     inputs = [sources.get(slot) for slot in range(_SINK_SLOT + 1)]
-    fused = ir.node(
-        GQA_TYPE, inputs, attributes, domain=GQA_DOMAIN, num_outputs=3, name=node.name
-    )
+    fused = ir.node(GQA_TYPE, inputs, attributes, domain=GQA_DOMAIN, num_outputs=3, name=node.name)
     packed, key_pool, value_pool = fused.outputs
     packed.name = f"{node.name}.packed_output"
     emit.nodes.append(fused)
@@ -191,7 +220,7 @@ def _initializer(
 ) -> ir.Value:
     tensor = ir.tensor(array, name=name)
     value = ir.Value(
-        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
     )
     graph.register_initializer(value)
     return value

@@ -169,8 +169,7 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
             member = getattr(struct, field)
             text = f"{name}.{field}"
             lines.append(
-                f"static_assert(__builtin_offsetof({name}, {field}) == {member.offset}, "
-                f'"{text}");'
+                f'static_assert(__builtin_offsetof({name}, {field}) == {member.offset}, "{text}");'
             )
             lines.append(
                 f'static_assert(sizeof((({name}*)0)->{field}) == {member.size}, "{text}");'

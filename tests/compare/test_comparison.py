@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engine_dirs import small_spec
 
-from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.plugins.kv import KvPoolSpec
-from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.comparison import (
     SequenceResult,
     Tolerance,
@@ -38,7 +37,7 @@ def rows(*tops: tuple[int, float]) -> Array:
     return logits
 
 
-def compare(reference: Array, engine: Array, **changes: float) -> SequenceResult:
+def compare(reference: Array, engine: Array, **changes: Any) -> SequenceResult:
     return compare_sequence(
         (reference.argmax(-1), reference),
         (engine.argmax(-1), engine),
@@ -57,24 +56,6 @@ def tied(gap: float) -> tuple[Array, Array]:
     return reference, engine
 
 
-def engine_spec(activation: DType, kv_cache: DType) -> EngineSpec:
-    layer = AttentionSpec(
-        num_q_heads=1, num_kv_heads=1, head_dim=64, value_head_dim=64, softmax_scale=0.125
-    )
-    return EngineSpec(
-        pool=KvPoolSpec.plan(max_batch_size=1, max_kv_cache_capacity=128),
-        layers=(layer,),
-        activation_dtype=activation,
-        kv_cache_dtype=kv_cache,
-        vocab_size=4,
-        logits_dtype=activation,
-        logits_mode=LogitsMode.LAST,
-        max_input_len=64,
-        max_num_tokens=64,
-        reads_position_ids=False,
-    )
-
-
 def test_equal_pair_passes() -> None:
     logits = rows((1, 32.0), (2, 16.0))
     result = compare(logits, logits)
@@ -85,8 +66,8 @@ def test_equal_pair_passes() -> None:
 
 def test_bound_is_four_roundings_of_the_largest_magnitude() -> None:
     assert top2_gap_bound(rows((1, 32.0))[0], TOLERANCE) == BOUND
-    float16 = tolerance_for(engine_spec(DType.FLOAT16, DType.FLOAT16))
-    bfloat16 = tolerance_for(engine_spec(DType.BFLOAT16, DType.BFLOAT16))
+    float16 = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16))
+    bfloat16 = tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16))
     assert top2_gap_bound(rows((1, 32.0))[0], float16) == 4 * 2.0**-11 * MAGNITUDE
     assert top2_gap_bound(rows((1, 32.0))[0], bfloat16) == 4 * 2.0**-8 * MAGNITUDE
 
@@ -146,6 +127,15 @@ def test_no_number_is_a_difference(poison: float) -> None:
     assert result.to_json()["max_difference"] is None
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_reference_that_is_no_number_allows_nothing(poison: float) -> None:
+    reference = rows((1, 32.0), (1, 32.0))
+    reference[1, 3] = poison
+    result = compare(reference, reference.copy())
+    assert not result.passed
+    assert json.dumps(result.to_json(), allow_nan=False)
+
+
 def test_missing_step_is_a_difference_that_no_gap_excuses() -> None:
     reference = rows((1, 32.0), (1, 32.0))
     engine = reference.copy()
@@ -161,20 +151,20 @@ def test_missing_step_is_a_difference_that_no_gap_excuses() -> None:
 
 
 def test_quantised_pools_have_wider_tolerances_that_say_so() -> None:
-    plain = tolerance_for(engine_spec(DType.FLOAT16, DType.FLOAT16))
+    plain = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16))
     for dtype in (DType.INT8, DType.FLOAT8):
-        wide = tolerance_for(engine_spec(DType.FLOAT16, dtype))
+        wide = tolerance_for(small_spec(DType.FLOAT16, dtype))
         assert wide.rtol > plain.rtol
         assert f"a {dtype.value} pool cannot meet the float16 tolerance" in wide.reason
 
 
 def test_bfloat16_pool_rounds_as_bfloat16() -> None:
-    mixed = tolerance_for(engine_spec(DType.FLOAT16, DType.BFLOAT16))
-    assert mixed.rtol == tolerance_for(engine_spec(DType.BFLOAT16, DType.BFLOAT16)).rtol
+    mixed = tolerance_for(small_spec(DType.FLOAT16, DType.BFLOAT16))
+    assert mixed.rtol == tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16)).rtol
 
 
 def test_users_tolerance_replaces_the_projects_and_says_so() -> None:
-    spec = engine_spec(DType.FLOAT16, DType.FLOAT16)
+    spec = small_spec(DType.FLOAT16, DType.FLOAT16)
     given = tolerance_for(spec, atol=0.5)
     assert (given.atol, given.rtol) == (0.5, 0.0)
     assert given.tie_rtol == tolerance_for(spec).tie_rtol
@@ -184,4 +174,4 @@ def test_users_tolerance_replaces_the_projects_and_says_so() -> None:
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
 def test_tolerance_that_is_no_tolerance_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="--rtol"):
-        tolerance_for(engine_spec(DType.FLOAT16, DType.FLOAT16), rtol=value)
+        tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16), rtol=value)

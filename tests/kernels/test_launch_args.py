@@ -3,6 +3,7 @@
 import ctypes
 
 import pytest
+
 from paged_trt.plugins import cuda
 from paged_trt.plugins.errors import ConfigError, KernelCompileError, UnsupportedError
 from paged_trt.plugins.launch import args

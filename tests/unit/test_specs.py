@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_tables import make_table
 
 from paged_trt.plugins import errors
 from paged_trt.plugins.attention import AttentionSpec, Rope
@@ -136,7 +137,9 @@ def _manifest(files: dict[str, Any]) -> EngineManifest:
         attention_plan=None,
     )
     source = SourceRecord(name="model.onnx", sha256="0" * 64, dialect="paged")
-    return EngineManifest.create(spec=SPEC, build=build, source=source, files=files)
+    return EngineManifest.create(
+        spec=SPEC, engine=make_table(SPEC), build=build, source=source, files=files
+    )
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""Loads an ONNX file that nobody vouches for.
+
+The proto is parsed without its external data. Every tensor is then checked against the
+bytes that hold it, so that reading one later can neither leave the model's folder nor run
+past the end of a file. Weights stay on disk and are mapped when they are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PureWindowsPath
+
+import google.protobuf.message
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
+from paged_trt.plugins.fields import OP_DOMAIN
+
+MINIMUM_OPSET = 18
+"""Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
+_EXPORT_AGAIN = "export the model again"
+_MAX_DIM = 2**40
+
+
+def load_model(path: Path) -> ir.Model:
+    """Read a model, with its weights mapped from disk.
+
+    Model-local functions other than PagedAttention's reference are inlined, so that the
+    survey sees the nodes that exporters hide in them.
+
+    Args:
+        path: the `.onnx` file; external data lies in its folder.
+
+    Raises:
+        ConfigError: there is no such file.
+        OnnxRewriteError: the file, or a data file that it names, is damaged, too new, or
+            points outside the folder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no ONNX file at `{path}`; pass the path of a `.onnx` file")
+    proto = _parse(path)
+    _check_text(proto, path.name)
+    _check_versions(proto, path.name)
+    if not proto.graph.node:
+        raise OnnxRewriteError(path.name, "the graph has no nodes", _EXPORT_AGAIN)
+    folder = path.resolve().parent
+    for tensor in _tensors(proto):
+        _check_tensor(tensor, folder)
+    try:
+        model = ir.from_proto(proto)
+        _check_links(model.graph)
+        ir.external_data.set_base_dir(model.graph, folder)
+        InlinePass(criteria=lambda function: function.domain != OP_DOMAIN)(model)
+        model.graph.sort()
+        for node in model.graph.all_nodes():
+            # An attribute of a type that its content does not have shows when it is written.
+            ir.to_proto(node)
+    # Whatever a malformed graph trips over becomes one named error.
+    except Exception as error:
+        raise OnnxRewriteError(
+            path.name, f"the graph is malformed ({error})", _EXPORT_AGAIN
+        ) from error
+    return model
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except google.protobuf.message.DecodeError as error:
+        raise OnnxRewriteError(
+            path.name,
+            f"{path.stat().st_size} bytes that are no ONNX model, or only a part of one",
+            "copy or export the file again",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"`{path}` cannot be read ({error.strerror})") from error
+    return proto
+
+
+def _check_text(message: google.protobuf.message.Message, name: str) -> None:
+    """Refuse names that are no UTF-8: protobuf hands them out as bytes."""
+    for field, content in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            texts = [content] if isinstance(content, str | bytes) else content
+            if any(isinstance(text, bytes) for text in texts):
+                raise OnnxRewriteError(
+                    name, f"field `{field.name}` holds bytes that are no text", _EXPORT_AGAIN
+                )
+        elif field.type == field.TYPE_MESSAGE:
+            parts = [content] if hasattr(content, "ListFields") else content
+            for part in parts:
+                _check_text(part, name)
+
+
+def _check_versions(proto: onnx.ModelProto, name: str) -> None:
+    if proto.ir_version > onnx.IR_VERSION:
+        raise OnnxRewriteError(
+            name,
+            f"IR version {proto.ir_version} is newer than {onnx.IR_VERSION}",
+            "upgrade with `pip install --upgrade onnx`, or export for an older IR version",
+        )
+    versions = {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import}
+    version = versions.get("ai.onnx")
+    newest = onnx.defs.onnx_opset_version()
+    if version is None:
+        raise OnnxRewriteError(name, "no version of the standard opset is named", _EXPORT_AGAIN)
+    if version > newest:
+        raise OnnxRewriteError(
+            name,
+            f"opset {version} is newer than {newest}",
+            "upgrade with `pip install --upgrade onnx`, or export for an older opset",
+        )
+    if version < MINIMUM_OPSET:
+        raise OnnxRewriteError(
+            name,
+            f"opset {version} is older than {MINIMUM_OPSET}",
+            "export again with `opset_version=23`",
+        )
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    yield from _graph_tensors(proto.graph)
+    for function in proto.functions:
+        yield from _node_tensors(function.node)
+
+
+def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    if graph.sparse_initializer:
+        raise OnnxRewriteError(
+            graph.sparse_initializer[0].values.name or graph.name,
+            "sparse initializers are not supported",
+            "store the weights as dense tensors",
+        )
+    yield from graph.initializer
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            if attribute.HasField("g"):
+                yield from _graph_tensors(attribute.g)
+            for graph in attribute.graphs:
+                yield from _graph_tensors(graph)
+
+
+def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> None:
+    name = tensor.name or "(tensor without a name)"
+    expected = _expected_bytes(tensor, name)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_external(tensor, folder, expected=expected, name=name)
+    elif tensor.HasField("raw_data"):
+        if expected != len(tensor.raw_data):
+            raise OnnxRewriteError(
+                name,
+                f"the shape needs {expected} bytes and the file holds {len(tensor.raw_data)}",
+                _EXPORT_AGAIN,
+            )
+    else:
+        try:
+            onnx.numpy_helper.to_array(tensor)
+        except Exception as error:
+            raise OnnxRewriteError(
+                name, f"its values do not fit its shape ({error})", _EXPORT_AGAIN
+            ) from error
+
+
+def _expected_bytes(tensor: onnx.TensorProto, name: str) -> int | None:
+    """Bytes of the tensor's data; None for strings, which have no fixed size."""
+    try:
+        dtype = ir.DataType(tensor.data_type)
+    except ValueError:
+        raise OnnxRewriteError(
+            name, f"element type {tensor.data_type} is unknown", "upgrade onnx-ir, or export again"
+        ) from None
+    if dtype is ir.DataType.UNDEFINED:
+        raise OnnxRewriteError(name, "the tensor has no element type", _EXPORT_AGAIN)
+    if any(not 0 <= dim <= _MAX_DIM for dim in tensor.dims):
+        raise OnnxRewriteError(name, f"the shape {list(tensor.dims)} is impossible", _EXPORT_AGAIN)
+    if dtype is ir.DataType.STRING:
+        return None
+    return math.ceil(math.prod(tensor.dims) * dtype.bitwidth / 8)
+
+
+def _check_external(
+    tensor: onnx.TensorProto, folder: Path, *, expected: int | None, name: str
+) -> None:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    data = _data_file(location, folder, name)
+    size = data.stat().st_size
+    try:
+        offset = int(entries.get("offset", "0"))
+        length = int(entries.get("length", str(max(size - offset, 0))))
+    except ValueError:
+        raise OnnxRewriteError(
+            name, f"offset or length in `{location}` is no number", _EXPORT_AGAIN
+        ) from None
+    if offset < 0 or length < 0 or offset + length > size:
+        raise OnnxRewriteError(
+            name,
+            f"bytes {offset} to {offset + length} are outside `{location}` of {size} bytes",
+            "copy the data file again, or export again",
+        )
+    if expected is None or length != expected:
+        raise OnnxRewriteError(
+            name,
+            f"the shape needs {expected} bytes and `{location}` holds {length} of them",
+            _EXPORT_AGAIN,
+        )
+
+
+def _check_links(graph: ir.Graph) -> None:
+    """Refuse values that nothing produces.
+
+    Raises:
+        ValueError: which one.
+    """
+    read = [value for node in graph.all_nodes() for value in node.inputs if value is not None]
+    for value in (*read, *graph.outputs):
+        if not _has_origin(value):
+            raise ValueError(f"nothing produces `{value.name}`")
+
+
+def _has_origin(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.const_value is not None
+
+
+def _data_file(location: str, folder: Path, name: str) -> Path:
+    windows = PureWindowsPath(location)
+    # The Windows view of a path sees the separators and roots of both systems.
+    escapes = bool(windows.anchor) or ".." in windows.parts or "\0" in location
+    if not location or escapes:
+        raise OnnxRewriteError(
+            name,
+            f"its data lies at `{location}`, which is no path inside the model's folder",
+            "put the data file beside the model and export with a relative location",
+        )
+    data = (folder / location).resolve()
+    if not data.is_relative_to(folder):
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location}` is a link that leaves the model's folder",
+            "copy the data file beside the model",
+        )
+    if not data.is_file():
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location}` is missing from `{folder}`",
+            "copy the data file beside the model",
+        )
+    return data

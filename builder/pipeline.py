@@ -1,0 +1,220 @@
+"""One build, start to end: model in, engine directory out, or nothing at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from paged_trt.builder import artifact
+from paged_trt.builder.config import BuildConfig, read_kv_scales, resolve
+from paged_trt.builder.onnx.load import load_model
+from paged_trt.builder.onnx.rewrite import rewrite
+from paged_trt.builder.onnx.save import save_model
+from paged_trt.builder.onnx.survey import survey
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.manifest import (
+    KV_SCALES_FILE,
+    MODEL_DATA_FILE,
+    MODEL_FILE,
+    PLAN_FILE,
+    EngineManifest,
+    SourceRecord,
+    file_record,
+)
+from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensors import EngineSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest:
+    """What one `paged-trt build` was asked for.
+
+    Attributes:
+        model: the source model.
+        target: engine directory to write; None for a dry run.
+        config: limits and types.
+        tokenizer: folder of the tokenizer; None looks beside the model.
+        reference: keep the rewritten model in the engine directory.
+        save_onnx: also write the rewritten model to this file; None does not.
+        force: replace an engine directory that is there.
+    """
+
+    model: Path
+    target: Path | None
+    config: BuildConfig
+    tokenizer: Path | None = None
+    reference: bool = True
+    save_onnx: Path | None = None
+    force: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """What an engine is going to hold, in bytes."""
+
+    spec: EngineSpec
+    model_name: str
+    dialect: str
+    pool_bytes: int
+    kv_bytes_per_token: int
+    page_table_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Pools, page table, weights and attention workspace; activations come on top."""
+        return self.pool_bytes + self.page_table_bytes + self.weight_bytes + self.workspace_bytes
+
+
+def plan_build(request: BuildRequest) -> PagePlan:
+    """Check a request and add up its bytes; nothing is written and TensorRT is not needed.
+
+    Raises:
+        PagedTrtError: the request, the model or a file beside it is not usable.
+    """
+    return _prepare(request).plan
+
+
+def build_engine_directory(
+    request: BuildRequest,
+    *,
+    on_plan: Callable[[PagePlan], None] | None = None,
+) -> EngineManifest:
+    """Build an engine directory.
+
+    Args:
+        request: what to build; `target` must be set.
+        on_plan: called with the page plan before the build starts.
+
+    Raises:
+        PagedTrtError: by its class; nothing is left behind and `target` is as it was.
+    """
+    if request.target is None:
+        raise ConfigError("an engine directory is needed; pass `-o ENGINE_DIR`")
+    artifact.require_target(request.target, force=request.force)
+    prepared = _prepare(request)
+    if on_plan is not None:
+        on_plan(prepared.plan)
+    # TensorRT takes a second to load, and a dry run works without it.
+    from paged_trt.builder.engine import build_plan
+
+    with artifact.staged_directory(request.target) as staging:
+        spec = prepared.plan.spec
+        model_path = save_model(prepared.model, staging)
+        built = build_plan(model_path, spec, attention_plan=request.config.attention_plan)
+        (staging / PLAN_FILE).write_bytes(built.plan)
+        if spec.kv_cache_dtype.is_quantised and request.config.kv_scales is not None:
+            shutil.copyfile(request.config.kv_scales, staging / KV_SCALES_FILE)
+        for source in prepared.tokenizer_files:
+            shutil.copyfile(source, staging / source.name)
+        if request.save_onnx is not None:
+            _save_onnx(staging, request.save_onnx)
+        if not request.reference:
+            (staging / MODEL_FILE).unlink()
+            (staging / MODEL_DATA_FILE).unlink(missing_ok=True)
+        manifest = EngineManifest.create(
+            spec=spec,
+            build=built.build,
+            engine=built.table,
+            source=SourceRecord(
+                name=request.model.name,
+                sha256=file_record(request.model).sha256,
+                dialect=prepared.plan.dialect,
+            ),
+            files=artifact.file_records(staging),
+        )
+        artifact.write_manifest(staging, manifest)
+    return manifest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    model: ir.Model
+    plan: PagePlan
+    tokenizer_files: list[Path]
+
+
+def _prepare(request: BuildRequest) -> _Prepared:
+    """Everything that can go wrong without TensorRT, and the rewritten model."""
+    config = request.config
+    parse_attention_plan(config.attention_plan or AUTO)
+    if request.save_onnx is not None:
+        _require_onnx_target(request.save_onnx)
+    tokenizer_files = artifact.tokenizer_sources(request.tokenizer, request.model)
+    model = load_model(request.model)
+    facts = survey(model)
+    spec = resolve(config, facts)
+    if spec.kv_cache_dtype.is_quantised and config.kv_scales is not None:
+        read_kv_scales(config.kv_scales, spec.layers)
+    rewrite(model, facts=facts, spec=spec)
+    plan = _page_plan(spec, model, request.model.name, facts.dialect.value)
+    return _Prepared(model=model, plan=plan, tokenizer_files=tokenizer_files)
+
+
+def _page_plan(spec: EngineSpec, model: ir.Model, name: str, dialect: str) -> PagePlan:
+    initializers = model.graph.initializers.values()
+    return PagePlan(
+        spec=spec,
+        model_name=name,
+        dialect=dialect,
+        pool_bytes=spec.pool_bytes(),
+        kv_bytes_per_token=sum(
+            layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) for layer in spec.layers
+        )
+        * spec.kv_cache_dtype.itemsize,
+        page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
+        weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
+        workspace_bytes=max(_workspace_bytes(spec)),
+    )
+
+
+def _workspace_bytes(spec: EngineSpec) -> list[int]:
+    """Bound of each layer; TensorRT lets layers share one workspace."""
+    planner = PolicyPlanner(explicit=None)
+    step = StepShape(
+        num_tokens=spec.max_token_rows,
+        num_seqs=spec.pool.max_batch_size,
+        table_width=spec.pool.max_pages_per_seq,
+    )
+    return [
+        planner.workspace_bytes(
+            AttentionPlanRequest(
+                arch=None,
+                attention=layer,
+                activation_dtype=spec.activation_dtype,
+                kv_cache_dtype=spec.kv_cache_dtype,
+                step=step,
+            )
+        )
+        for layer in spec.layers
+    ]
+
+
+def _require_onnx_target(path: Path) -> None:
+    for taken in (path, path.with_name(f"{path.name}.data")):
+        if taken.exists():
+            raise ConfigError(f"{taken} exists; `--save-onnx` writes new files only")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is no directory; create it first")
+
+
+def _save_onnx(staging: Path, path: Path) -> None:
+    """Write the rewritten model with its data under the name that the user gave."""
+    model = ir.load(staging / MODEL_FILE)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        ir.save(model, temporary, external_data=f"{path.name}.data")
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        path.with_name(f"{path.name}.data").unlink(missing_ok=True)
+        raise

@@ -1,0 +1,296 @@
+"""The command line: help texts, bad input, exit codes; no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
+from paged_trt.scripts.cli import COMMANDS, main
+from paged_trt.scripts.example_models.config import Dialect
+from paged_trt.scripts.example_models.toy import write_toy
+
+LIMITS = ("--max-batch-size=2", "--max-input-len=100", "--max-kv-cache-capacity=200")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy(folder, Dialect("attention23-past"))
+    return folder / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real engine directory; built in a child process, so that an abort cannot take us along."""
+    target = tmp_path_factory.mktemp("engine") / "toy"
+    done = run_child(["build", str(model), "-o", str(target), *LIMITS])
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def run_child(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paged_trt.scripts.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    """Run, expect `code` and one readable error, and give back its text."""
+    assert main([str(argument) for argument in arguments]) == code
+    text = capsys.readouterr().err
+    assert "rror" in text
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert name == "bench" or "Example:" in text
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        (["--kv-pool-pages=3"], ["3", "at least 4"]),
+        ([f"--kv-pool-pages={MAX_KV_POOL_PAGES + 1}"], [str(MAX_KV_POOL_PAGES)]),
+        (["--retained-pages=-1"], ["-1"]),
+        (["--retained-pages=1", "--kv-pool-pages=9"], ["exclude each other"]),
+        (["--max-batch-size=0"], ["0"]),
+        (["--max-batch-size=-4"], ["-4"]),
+        ([f"--max-kv-cache-capacity={MAX_KV_CACHE_CAPACITY + 1}"], [str(MAX_KV_CACHE_CAPACITY)]),
+        (["--max-kv-cache-capacity=2049"], ["2049", "2048"]),
+        (["--max-input-len=201"], ["201", "200"]),
+        (["--max-num-tokens=0"], ["0"]),
+        (["--kv-cache-dtype=int8"], ["--kv-scales"]),
+        (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
+        (["--attention-plan=split:100"], ["100", "128"]),
+        (["--attention-plan=fastest"], ["fastest"]),
+        (["--tokenizer=/nonexistent"], ["tokenizer.json"]),
+        (["--save-onnx=/nonexistent/model.onnx"], ["/nonexistent"]),
+    ],
+)
+def test_bad_limits_write_nothing(
+    options: list[str],
+    numbers: list[str],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = fails(capsys, 2, "build", model, "-o", tmp_path / "engine", *LIMITS, *options)
+    flat = " ".join(text.split())
+    assert all(number in flat for number in numbers), text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["1.5", "many", "1e3", ""])
+def test_a_limit_is_an_integer(
+    value: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails(capsys, 2, "build", model, "-o", tmp_path / "e", *LIMITS, "--max-batch-size", value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_build_needs_a_target_or_a_dry_run(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--dry-run" in fails(capsys, 2, "build", model, *LIMITS)
+    assert main(["build", str(model), *LIMITS, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    # 2 layers x 2 halves x 4 pages x 2 heads x 128 tokens x 64 elements x 2 bytes.
+    assert "524,288" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"not onnx", b"\x08\x0a" * 40])
+def test_what_is_no_model_is_refused(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    fails(capsys, 2, "build", path, "-o", tmp_path / "engine", *LIMITS)
+    fails(capsys, 2, "build", tmp_path / "absent.onnx", "-o", tmp_path / "engine", *LIMITS)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_target_that_is_there_is_kept(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "precious.txt").write_text("x")
+    assert "--force" in fails(capsys, 2, "build", model, "-o", engine, *LIMITS)
+    text = fails(capsys, 2, "build", model, "-o", foreign, *LIMITS, "--force")
+    assert "precious.txt" in text
+    assert (foreign / "precious.txt").read_text() == "x"
+    fails(capsys, 2, "build", model, "-o", tmp_path / "no" / "engine", *LIMITS)
+
+
+def test_force_replaces_an_engine(model: Path, engine: Path, tmp_path: Path) -> None:
+    target = tmp_path / "engine"
+    shutil.copytree(engine, target)
+    (target / "config.json").unlink()
+    done = run_child(["build", str(model), "-o", str(target), *LIMITS, "--force"])
+    assert done.returncode == 0, done.stderr
+    assert (target / "config.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
+def test_inspect_agrees_at_every_hop(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(engine), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["pool"]["num_pages"] == 4
+    assert [hop["name"] for hop in data["hops"]] == [
+        "manifest", "spec", "tensor table", "profiles", "ONNX model", "plan",
+    ]  # fmt: skip
+    assert {hop["num_pages"] for hop in data["hops"]} == {4}
+    assert main(["inspect", str(engine)]) == 0
+    assert "✓" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.plan", "model.onnx", "model.onnx.data", "manifest.json"])
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("command", ["inspect", "run"])
+def test_a_truncated_file_ends_with_4(
+    name: str,
+    keep: int,
+    command: str,
+    engine: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = tmp_path / "engine"
+    shutil.copytree(engine, copy)
+    (copy / name).write_bytes((copy / name).read_bytes()[:keep])
+    arguments = ["--input-ids", "1"] if command == "run" else []
+    assert name in fails(capsys, 4, command, copy, *arguments)
+    (copy / name).unlink()
+    fails(capsys, 4, command, copy, *arguments)
+
+
+def test_a_plan_of_another_engine_ends_with_4(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    assert run_child(["build", str(model), "-o", str(other), *LIMITS, "--retained-pages=1"])
+    copy = tmp_path / "engine"
+    shutil.copytree(engine, copy)
+    shutil.copy(other / "model.plan", copy / "model.plan")
+    assert "model.plan" in fails(capsys, 4, "inspect", copy)
+    # Even where the manifest vouches for the swapped plan, its name gives it away.
+    data = json.loads((copy / "manifest.json").read_text())
+    data["files"]["model.plan"] = json.loads((other / "manifest.json").read_text())["files"][
+        "model.plan"
+    ]
+    (copy / "manifest.json").write_text(json.dumps(data))
+    text = fails(capsys, 4, "inspect", copy)
+    assert "pages=4" in text
+    assert "pages=5" in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "run", "compare"])
+def test_a_folder_without_a_manifest_ends_with_4(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"inspect": [], "run": ["--input-ids", "1"], "compare": []}[command]
+    first = [model] if command == "compare" else []
+    assert "paged-trt build" in fails(capsys, 4, command, *first, tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--prompt"]),
+        (["--input-ids", "1,x"], ["1,x"]),
+        (["--input-ids", ""], ["--input-ids"]),
+        (["--input-ids", "512"], ["512"]),
+        (["--input-ids", "-1"], ["-1"]),
+        (["--input-ids", ",".join(["1"] * 101)], ["101", "100"]),
+        (["--input-ids", "1,2", "--max-new-tokens", "199"], ["199", "200"]),
+        (["--input-ids", "1", "--max-new-tokens", "0"], ["0"]),
+        (["--input-ids", "1", "--chat"], ["--prompt"]),
+        (["--input-ids", "1", "--executor", "tensorrt"], ["--executor reference"]),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    arguments: list[str], words: list[str], engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(fails(capsys, 2, "run", engine, *arguments).split())
+    assert all(word in text for word in words), text
+
+
+def test_run_without_a_tokenizer_takes_ids_only(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        if (model.parent / name).exists():
+            shutil.copy(model.parent / name, bare / name)
+    target = tmp_path / "engine"
+    assert (
+        run_child(["build", str(bare / "model.onnx"), "-o", str(target), *LIMITS]).returncode == 0
+    )
+    assert "--input-ids" in fails(capsys, 2, "run", target, "--prompt", "x")
+    assert main(["run", str(target), "--input-ids", "1,2", "--max-new-tokens", "2"]) == 0
+    assert len(capsys.readouterr().out.strip().split(",")) == 2
+
+
+def test_batch_and_single_agree(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tokens(*ids: str) -> list[list[int]]:
+        options = [word for each in ids for word in ("--input-ids", each)]
+        assert main(["run", str(engine), *options, "--max-new-tokens=8", "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert data["executor"] == "reference"
+        return [sequence["tokens"] for sequence in data["sequences"]]
+
+    # Three sequences on two slots: the third one waits.
+    batch = tokens("1,2,3", "4,5", "6")
+    assert batch == [tokens(each)[0] for each in ("1,2,3", "4,5", "6")]
+    assert all(len(each) == 8 for each in batch)
+
+
+def test_compare_accepts_the_engine(
+    model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--new-tokens=4", "--input-ids=1,2,3", "--input-ids=9", "--executor=reference"]
+    assert main(["compare", str(model), str(engine), *options]) == 0
+    assert "not run: TensorRT" in capsys.readouterr().out
+
+
+def test_without_a_reference_the_directory_is_small(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "engine"
+    saved = tmp_path / "paged.onnx"
+    options = ["--no-reference", f"--save-onnx={saved}"]
+    assert run_child(["build", str(model), "-o", str(target), *LIMITS, *options]).returncode == 0
+    assert not (target / "model.onnx").exists()
+    assert saved.is_file()
+    assert main(["inspect", str(target)]) == 0
+    assert "--no-reference" in fails(capsys, 2, "run", target, "--input-ids", "1")
+    # The rewritten model is itself an input: PagedAttention nodes are a dialect.
+    capsys.readouterr()
+    assert main(["build", str(saved), *LIMITS, "--dry-run"]) == 0
+
+
+def test_log_level_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGED_TRT_LOG", "loud")
+    assert "loud" in fails(capsys, 2, "inspect", "x")

@@ -1,0 +1,239 @@
+"""What a session refuses, loses and keeps; the executor stores token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from session.history_executor import HistoryExecutor, continuation
+from session.paged_toy import VOCAB, make_spec, prompt_of
+
+from paged_trt.plugins.errors import (
+    ExecutionError,
+    KvPoolError,
+    PagesExhausted,
+    SequenceError,
+)
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.sequences import FinishReason
+from paged_trt.runtime.session import Session
+
+
+@pytest.fixture
+def executor() -> HistoryExecutor:
+    return HistoryExecutor(make_spec())
+
+
+@pytest.fixture
+def session(executor: HistoryExecutor) -> Session:
+    return Session(executor)
+
+
+def assert_untouched(session: Session) -> None:
+    stats = session.stats()
+    assert (stats.pages_in_use, stats.sequences) == (0, 0)
+    session._batch.registry.check()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([], 1, "a prompt of 0 tokens"),
+        (prompt_of(321), 1, "321 tokens and the engine takes max_input_len=320"),
+        (
+            prompt_of(300),
+            85,
+            "300 prompt tokens and max_new_tokens=85 make 385, over max_kv_cache_capacity=384",
+        ),
+        ([1, 2, 96], 1, "token 96 at position 2 is outside the vocabulary of 96"),
+        ([1, -1], 1, "token -1 at position 1 is outside the vocabulary of 96"),
+        ([1.0, 2.0], 1, "integer token ids, got shape .* of float64"),
+        ([[1, 2]], 1, "integer token ids, got shape .*1, 2"),
+        ([1], 0, "`max_new_tokens` must be an int from 1, got 0"),
+        ([1], True, "`max_new_tokens` must be an int from 1, got True"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_before_anything_changes(
+    session: Session, prompt: list[Any], count: int, message: str
+) -> None:
+    with pytest.raises(SequenceError, match=message):
+        session.add(prompt, count)
+    with pytest.raises(SequenceError, match=f"prompt [01] of 2: .*{message}"):
+        session.generate([[1], prompt], count)
+    assert_untouched(session)
+
+
+def test_prompts_may_be_any_iterable_and_are_copied(session: Session) -> None:
+    prompt = np.asarray(prompt_of(4))
+    expected = continuation(prompt.tolist(), 2, VOCAB)
+    sequence_id = session.add(prompt, 2)
+    prompt[:] = 0
+    assert [session.step()[0].token for _ in range(2)] == list(expected)
+    assert session.generate([iter(prompt_of(4))], 2)[0].tokens == expected
+    with pytest.raises(SequenceError, match=f"sequence {sequence_id} is not live"):
+        session.release(sequence_id)
+
+
+def test_a_full_session_refuses_and_generate_queues(session: Session) -> None:
+    prompts = [prompt_of(length) for length in (5, 200, 1, 128, 30, 257, 2)]
+    for prompt in prompts[:3]:
+        session.add(prompt, 4)
+    with pytest.raises(SequenceError, match=r"3 sequences are live and .* max_batch_size=3"):
+        session.add([1], 4)
+    with pytest.raises(SequenceError, match="without live sequences, 3 are live"):
+        session.generate(prompts, 4)
+    for sequence_id in range(3):
+        session.release(sequence_id)
+    seen: list[tuple[int, int]] = []
+    results = session.generate(prompts, 4, on_token=lambda *pair: seen.append(pair))
+    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        assert result.tokens == continuation(prompt, 4, VOCAB)
+        assert result.tokens == tuple(token for each, token in seen if each == index)
+        assert result.finish_reason is FinishReason.LENGTH
+        assert result.logits is None
+    assert_untouched(session)
+
+
+def test_the_whole_capacity_can_be_used(session: Session) -> None:
+    prompts = [prompt_of(320, seed=seed) for seed in range(3)]
+    for prompt, result in zip(prompts, session.generate(prompts, 64), strict=True):
+        assert result.tokens == continuation(prompt, 64, VOCAB)
+
+
+def test_an_end_token_ends_a_sequence(executor: HistoryExecutor) -> None:
+    tokens = continuation(prompt_of(9), 8, VOCAB)
+    end = next(token for token in tokens if tokens.index(token) >= 2)
+    session = Session(executor, eos_token_ids=[end])
+    result = session.generate([prompt_of(9)], 8)[0]
+    assert result.tokens == tokens[: tokens.index(end) + 1]
+    assert result.finish_reason is FinishReason.EOS
+
+
+def test_out_of_pages_changes_nothing_and_can_be_tried_again(session: Session) -> None:
+    hogged = session._batch.registry.allocate(8)
+    first = session.add(prompt_of(128), 3)
+    second = session.add(prompt_of(150), 3)
+    assert len(session.step()) == 2
+    before = session.stats()
+    # The decode step needs one page for the first sequence, and none is left.
+    with pytest.raises(PagesExhausted, match="1 pages are wanted and 0 are free"):
+        session.step()
+    assert session.stats() == before
+    session.release(second)
+    tokens = [result.token for _ in range(2) for result in session.step()]
+    assert tuple(tokens) == continuation(prompt_of(128), 3, VOCAB)[1:]
+    assert session.stats().pages_in_use == len(hogged)
+    assert first == 0
+
+
+def test_generate_frees_everything_when_pages_run_out(session: Session) -> None:
+    session._batch.registry.allocate(9)
+    with pytest.raises(PagesExhausted, match="3 pages are wanted and 2 are free"):
+        session.generate([prompt_of(300)], 3)
+    assert (session.stats().pages_in_use, session.stats().sequences) == (9, 0)
+
+
+def test_pages_that_find_no_row_are_free_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise KvPoolError("no row")
+
+    session.add(prompt_of(200), 3)
+    monkeypatch.setattr(session._batch.table, "commit", refuse)
+    with pytest.raises(KvPoolError, match="no row"):
+        session.step()
+    assert session.stats().pages_in_use == 0
+    monkeypatch.undo()
+    assert session.step()[0].token == continuation(prompt_of(200), 1, VOCAB)[0]
+
+
+@pytest.mark.parametrize("failure", [ExecutionError("broken"), KeyboardInterrupt()])
+def test_a_failing_step_loses_its_own_sequences_only(
+    session: Session, executor: HistoryExecutor, failure: BaseException
+) -> None:
+    survivor = session.add(prompt_of(200), 3)
+    session.step()
+    session.add(prompt_of(50), 3)
+    executor.failure = failure
+    with pytest.raises(type(failure)):
+        session.step()
+    executor.failure = None
+    assert session.stats().sequences == 1
+    assert [session.step()[0].token for _ in range(2)] == list(
+        continuation(prompt_of(200), 3, VOCAB)[1:]
+    )
+    assert survivor == 0
+    assert_untouched(session)
+
+
+def test_a_callback_that_raises_frees_everything(session: Session) -> None:
+    def interrupt(index: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.generate([prompt_of(200), prompt_of(9)], 3, on_token=interrupt)
+    assert_untouched(session)
+    assert session.generate([[1, 2]], 2)[0].tokens == continuation([1, 2], 2, VOCAB)
+
+
+class BadLogits(HistoryExecutor):
+    logits: Any = None
+
+    def step(self, inputs: StepInputs) -> Any:
+        return self.logits if self.logits is not None else super().step(inputs) * np.nan
+
+
+def test_logits_that_are_no_numbers_are_an_error() -> None:
+    executor = BadLogits(make_spec())
+    session = Session(executor)
+    with pytest.raises(ExecutionError, match="row 0 of the logits has no largest value"):
+        session.generate([[1]], 1)
+    executor.logits = np.zeros((2, VOCAB), np.float32)
+    with pytest.raises(ExecutionError, match=r"shape \[2, 96\], expected \[1, 96\]"):
+        session.generate([[1]], 1)
+    assert_untouched(session)
+
+
+def test_a_chunk_is_at_least_one_token(session: Session) -> None:
+    with pytest.raises(SequenceError, match="`prefill_chunk` must be 1 token or more, got 0"):
+        session.add([1], 1, prefill_chunk=0)
+    assert_untouched(session)
+
+
+def test_steps_are_pure_and_counted(executor: HistoryExecutor) -> None:
+    session = Session(executor, bucketed_shapes=True)
+    session.generate([prompt_of(1), prompt_of(1, seed=1), prompt_of(130)], 3)
+    assert (session.stats().prefill_steps, session.stats().decode_steps) == (1, 2)
+    # Three rows are padded to the bucket 3, which is max_batch_size; two pages to two.
+    assert executor.shapes == [(132, 3, 2), (3, 3, 2), (3, 3, 2)]
+
+
+def test_a_prefill_never_looks_like_a_decode_step(executor: HistoryExecutor) -> None:
+    Session(executor).generate([[1], [2]], 1)
+    assert executor.shapes == [(3, 2, 1)]
+
+
+def test_nothing_to_do(session: Session) -> None:
+    assert session.step() == []
+    assert session.generate([], 3) == []
+
+
+def test_a_closed_session_refuses(executor: HistoryExecutor) -> None:
+    with Session(executor) as session:
+        session.add([1, 2], 2)
+        session.step()
+    session.close()
+    assert executor.is_closed
+    assert_untouched(session)
+    for call in (session.step, lambda: session.add([1], 1), lambda: session.generate([], 1)):
+        with pytest.raises(SequenceError, match="the session is closed"):
+            call()
+
+
+@pytest.mark.parametrize("order", [range(10), [0] * 11])
+def test_the_page_order_is_a_permutation(executor: HistoryExecutor, order: Iterable[int]) -> None:
+    with pytest.raises(KvPoolError, match="each of the 11 pages"):
+        Session(executor, page_order=list(order))

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.runtime.tokenizer import Tokenizer
+from paged_trt.scripts.example_models.tokenizer_files import byte_alphabet, write_tokenizer
+
+TEXT = "Grüße, 世界! 👩‍🚀 \ufffd ok"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokens = [*byte_alphabet(), "<s>", "</s>"]
+    write_tokenizer(
+        tmp_path / "tokenizer.json", tokens, [], special=["<s>", "</s>"], individual_digits=False
+    )
+    return tmp_path
+
+
+def write(folder: Path, name: str, **content: Any) -> None:
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_text_survives(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.decode([*tokenizer.encode("a"), 257]) == "a"
+
+
+def test_a_stream_emits_whole_characters_and_the_same_text(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in tokenizer.encode("a世界b👩")]
+    assert [piece for piece in pieces if piece] == ["a", "世", "界", "b", "👩"]
+    assert stream.finish() == ""
+
+
+def test_a_stream_gives_up_on_half_a_character_at_the_end_only(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("a世")[:-1]
+    assert [stream.push(token) for token in ids] == ["a", "", ""]
+    assert set(stream.finish()) == {"\ufffd"}
+    assert stream.finish() == ""
+
+
+def test_a_true_replacement_character_survives(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, tokenizer.encode(TEXT))) + stream.finish() == TEXT
+
+
+def test_a_stream_keeps_spaces_that_depend_on_the_token_before(tmp_path: Path) -> None:
+    # As in Llama's sentencepiece: the first word of a text loses its space, the others do not.
+    vocabulary = {"\u2581one": 0, "\u2581two": 1, "<unk>": 2}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")  # noqa: S106
+    words = tokenizers.Tokenizer(model)
+    words.decoder = tokenizers.decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    stream = Tokenizer(tmp_path).stream()
+    assert [stream.push(token) for token in (0, 1, 0)] == ["one", " two", " one"]
+
+
+def test_a_stream_is_not_confused_by_special_tokens(folder: Path) -> None:
+    stream = Tokenizer(folder).stream()
+    ids = [256, *Tokenizer(folder).encode("hi"), 257]
+    assert [stream.push(token) for token in ids] == ["", "h", "i", ""]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, set()),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, {257}),
+        ({"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, {257}),
+        (
+            {"config.json": {"eos_token_id": 7}, "tokenizer_config.json": {"eos_token": "</s>"}},
+            {7},
+        ),
+        (
+            {
+                "generation_config.json": {"eos_token_id": [1, 2]},
+                "config.json": {"eos_token_id": 7},
+            },
+            {1, 2},
+        ),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": None}}, set()),
+    ],
+)
+def test_the_first_file_that_names_an_end_token_decides(
+    folder: Path, files: dict[str, dict[str, Any]], expected: set[int]
+) -> None:
+    for name, content in files.items():
+        write(folder, name, **content)
+    assert Tokenizer(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("config.json", {"eos_token_id": "2"}, r"config.json: `eos_token_id` is '2'"),
+        ("config.json", {"eos_token_id": [True]}, r"`eos_token_id` is \[True\]"),
+        ("tokenizer_config.json", {"eos_token": "<end>"}, "`eos_token` is '<end>'"),
+        ("tokenizer_config.json", {"eos_token": 5}, "`eos_token` is 5"),
+    ],
+)
+def test_an_end_token_that_is_none_is_a_named_error(
+    folder: Path, name: str, entry: dict[str, Any], message: str
+) -> None:
+    write(folder, name, **entry)
+    with pytest.raises(ManifestError, match=message):
+        _ = Tokenizer(folder).eos_token_ids
+
+
+def test_missing_and_broken_files_are_named(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"tokenizer_config.json must hold a JSON object"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_bytes(b"\xff")
+    with pytest.raises(ManifestError, match=r"cannot read .*tokenizer_config.json"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"tokenizer_config.json is no JSON"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"tokenizer.json is no tokenizer"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ManifestError, match=r"tokenizer.json does not exist; .*--tokenizer PATH"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("where", ["config", "named", "file"])
+def test_a_chat_is_rendered(folder: Path, where: str) -> None:
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    else:
+        named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+        template = TEMPLATE if where == "config" else named
+        write(folder, "tokenizer_config.json", chat_template=template)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.has_chat_template
+    prompt = tokenizer.chat_prompt([{"role": "user", "content": "hi"}])
+    assert prompt == "<user>hi</s><assistant>"
+    assert tokenizer.encode(prompt, add_special_tokens=False).count(257) == 1
+
+
+def test_no_chat_template_is_a_named_error(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ConfigError, match="has no chat template; pass a plain prompt"):
+        tokenizer.chat_prompt([])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for x in range(10000000000) %}{% endfor %}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_cannot_do_harm(folder: Path, template: str) -> None:
+    write(folder, "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ConfigError, match="the chat template failed"):
+        Tokenizer(folder).chat_prompt([{"role": "user", "content": "hi"}])
+
+
+def test_jinja_is_optional(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, "tokenizer_config.json", chat_template=TEMPLATE)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UnsupportedError, match=r"pip install .paged-trt\[demo\]"):
+        Tokenizer(folder).chat_prompt([{"role": "user", "content": "hi"}])
