@@ -64,6 +64,29 @@ struct Prefill {
     }
   };
 
+  struct Scales {
+    float cap;  // of the argument of tanh; 0: no softcap
+    float exponent;  // of what is then the exponent of 2
+  };
+
+  // softmax_scale and softcap, cap * tanh(s / cap), in base 2.
+  static __device__ __forceinline__ Scales scales_of(const PrefillArgs& args, int32_t kv_head) {
+    // The query took the sign. A scale of 0 would turn a masked score into NaN.
+    float scale = fmaxf(fabsf(args.softmax_scale), 1e-30f);
+    if (kIsQuantised<Kv>) scale *= args.kv_scales[kv_head];
+    if (args.softcap > 0.f) return {scale / args.softcap, kLog2E * args.softcap};
+    return {0.f, kLog2E * scale};
+  }
+
+  // What a block knows about its tile.
+  struct Kept {
+    QueryTile tile;
+    View view;
+    int32_t past;
+    int32_t kv_head;
+    Scales scales;
+  };
+
   // Positions of the rows of one warp; it has none where `last` is below `first`.
   struct Span {
     int32_t first, last;
@@ -262,36 +285,27 @@ struct Prefill {
     const unsigned shared_query = shared_address(shared);
     const unsigned shared_keys = shared_query + kQueryBytes;
     const unsigned shared_values = shared_keys + num_stages * kKeyBytes;
-    const auto stage_keys = [&](uint32_t key_tile) {
+    const auto stage_keys = [&](const View& seen, int32_t head, uint32_t key_tile) {
       stage<head_dim, KeyShared>(shared_keys + key_tile % num_stages * kKeyBytes, args.key_pool,
-                                 view, key_tile, args.num_kv_heads, kv_head);
+                                 seen, key_tile, args.num_kv_heads, head);
     };
-    const auto stage_values = [&](uint32_t key_tile) {
+    const auto stage_values = [&](const View& seen, int32_t head, uint32_t key_tile) {
       stage<value_head_dim, ValueShared>(shared_values + key_tile % num_stages * kValueBytes,
-                                         args.value_pool, view, key_tile, args.num_kv_heads,
-                                         kv_head);
+                                         args.value_pool, seen, key_tile, args.num_kv_heads,
+                                         head);
     };
 #pragma unroll
     for (uint32_t ahead = 0; ahead < num_stages; ++ahead) {
-      stage_keys(ahead);
-      if (ahead + 1 < num_stages) stage_values(ahead);
+      stage_keys(view, kv_head, ahead);
+      if (ahead + 1 < num_stages) stage_values(view, kv_head, ahead);
     }
     stage_query<Activation, Kv, head_dim, group_size, tile_rows, kThreads>(
         shared, args, tile, kv_head, past, args.softmax_scale < 0.f ? -1.f : 1.f);
 
-    // Wanted by few tiles, or after the last: registers are short in the loop.
-    __shared__ QueryTile kept_tile;
-    __shared__ int32_t kept_past;
-    if (threadIdx.x == 0) {
-      kept_tile = tile;
-      kept_past = past;
-    }
-
-    // With softcap: cap * tanh(s / cap). A scale of 0 would turn a masked score into NaN.
-    float scale = fmaxf(fabsf(args.softmax_scale), 1e-30f);
-    if (kIsQuantised<Kv>) scale *= args.kv_scales[kv_head];
-    const float cap_scale = args.softcap > 0.f ? scale / args.softcap : 0.f;
-    const float exponent_scale = kLog2E * (args.softcap > 0.f ? args.softcap : scale);
+    // What all threads of the block share does not have to be in registers, short in the loop.
+    __shared__ Kept kept;
+    if (threadIdx.x == 0) kept = {tile, view, past, kv_head, scales_of(args, kv_head)};
+    __syncthreads();
 
     const int32_t warp_row = tile.first_row + warp * kBlocks * 16;
     const int32_t end_row = min(warp_row + kBlocks * 16, tile.first_row + tile.num_rows);
@@ -304,31 +318,34 @@ struct Prefill {
 
     SoftmaxRows<kBlocks> rows;
     Outputs outputs = {};
-    for (uint32_t key_tile = 0; key_tile < view.num_tiles; ++key_tile) {
-      const int32_t token = view.token(key_tile);
-      const bool is_needed = span.sees(token) && is_page(view.page(key_tile), view.num_pages);
+    for (uint32_t key_tile = 0; key_tile < kept.view.num_tiles; ++key_tile) {
+      const int32_t token = kept.view.token(key_tile);
+      const bool is_needed =
+          span.sees(token) && is_page(kept.view.page(key_tile), args.num_pages);
       Weights weights;
       wait_copies<2 * (num_stages - 1)>();
       __syncthreads();
-      stage_values(key_tile + num_stages - 1);
+      stage_values(kept.view, kept.kv_head, key_tile + num_stages - 1);
       if (is_needed) {
         Scores scores;
         score(scores, warp_query, shared_keys + key_tile % num_stages * kKeyBytes, query_lane,
               key_fragments);
-        if (cap_scale > 0.f) cap(scores, cap_scale);
-        if (!span.sees_all(token)) mask(scores, kept_tile.first_row, kept_past, token, args.window);
-        rows.follow(scores, outputs, exponent_scale);
-        rows.template weigh<Product>(weights, scores, exponent_scale);
+        if (kept.scales.cap > 0.f) cap(scores, kept.scales.cap);
+        if (!span.sees_all(token)) {
+          mask(scores, kept.tile.first_row, kept.past, token, args.window);
+        }
+        rows.follow(scores, outputs, kept.scales.exponent);
+        rows.template weigh<Product>(weights, scores, kept.scales.exponent);
       }
       wait_copies<2 * (num_stages - 1)>();
       __syncthreads();
-      stage_keys(key_tile + num_stages);
+      stage_keys(kept.view, kept.kv_head, key_tile + num_stages);
       if (is_needed) {
         accumulate(outputs, weights, shared_values + key_tile % num_stages * kValueBytes,
                    value_fragments);
       }
     }
-    store(args, kept_tile, kv_head, rows, outputs);
+    store(args, kept.tile, kept.kv_head, rows, outputs);
   }
 
   static __device__ __forceinline__ void store(const PrefillArgs& args, const QueryTile& tile,
