@@ -14,7 +14,9 @@ from paged_trt.plugins import cuda
 from paged_trt.plugins.callback_errors import kept
 from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
-from paged_trt.plugins.launch import dispatch
+from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
+from paged_trt.plugins.launch.kernels_decode import CallAddresses
+from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import (
@@ -40,6 +42,8 @@ PLUGIN_NAMES: Final = {Route.PLUGIN: (OP_TYPE, OP_DOMAIN), Route.GQA: (GQA_NAME,
 
 _ALIASED_INPUT: Final = {int(output): int(operand) for output, operand in ALIASES.items()}
 _NO_ALIAS: Final = -1
+_ANY_STEP: Final = StepShape(num_tokens=1, num_seqs=1, table_width=1)
+"""The kernels of a layer do not depend on the step."""
 
 
 class PagedAttentionPlugin(
@@ -64,7 +68,9 @@ class PagedAttentionPlugin(
         self.tactic = TACTIC_PLANNER
         self._planner = PolicyPlanner(explicit=spec.attention_plan)
         self._arch: str | None = None
-        self._request: AttentionPlanRequest | None = None
+        self._num_multiprocessors: int | None = None
+        self._num_seqs = 0
+        self._launcher = LayerLauncher(self._prepare)
         self._field_arrays: list[Any] = []
         inputs = input_dtypes(spec.layout, spec.activation_dtype, spec.kv_cache_dtype)
         pools = (spec.kv_cache_dtype, spec.kv_cache_dtype)
@@ -83,12 +89,15 @@ class PagedAttentionPlugin(
 
     @kept
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
-        """The instance that one execution context runs.
+        """The instance that one execution context runs; its kernels are loaded here.
 
         RTX attaches during a build as well, and that may happen where there is no device.
         """
         copy = self.clone()
-        copy._arch = cuda.device_arch() if cuda.driver_available() else None
+        if cuda.driver_available():
+            copy._arch = cuda.device_arch()
+            copy._num_multiprocessors = cuda.multiprocessors()
+            KERNELS.warm(warm_keys(copy._plan_request(_ANY_STEP)))
         return copy
 
     def get_aliased_input(self, output: int) -> int:
@@ -148,9 +157,9 @@ class PagedAttentionPlugin(
         """
         where = f"{self._where()}, actual shape"
         self._check_dtypes(inputs, where)
-        self._request = self._plan_request(
-            self._check_dims([tuple(item.dims) for item in inputs], where)
-        )
+        step = self._check_dims([tuple(item.dims) for item in inputs], where)
+        self._num_seqs = step.num_seqs
+        self._launcher.set_shape(self._plan_request(step))
 
     @kept
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
@@ -202,9 +211,14 @@ class PagedAttentionPlugin(
         Raises:
             KernelLaunchError: a kernel is missing, or a pool output is not its input's memory.
         """
-        request = self._request
-        if request is None:
+        launcher = self._launcher
+        if not launcher.has_shape:
             raise KernelLaunchError(f"{self._where()}: enqueue came before on_shape_change")
+        launcher.enqueue(inputs, outputs, workspace, stream, locate=self._locate)
+
+    def _locate(
+        self, inputs: Sequence[int], outputs: Sequence[int], workspace: int
+    ) -> CallAddresses:
         for output, operand in _ALIASED_INPUT.items():
             if outputs[output] != inputs[operand]:
                 raise KernelLaunchError(
@@ -216,22 +230,21 @@ class PagedAttentionPlugin(
             spec.layout.token_stride(operand, spec.operator)
             for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
         )
-        call = dispatch.AttentionCall(
-            operands=tuple(self._address(operand, inputs, request) for operand in Operand),
+        return CallAddresses(
+            operands=tuple(self._address(operand, inputs) for operand in Operand),
             token_strides=(query, key, value),
             output=outputs[Output.OUTPUT],
             workspace=workspace,
-            stream=stream,
         )
-        dispatch.enqueue(call, request, planner=self._planner)
 
-    def _address(
-        self, operand: Operand, inputs: Sequence[int], request: AttentionPlanRequest
-    ) -> int:
+    def _address(self, operand: Operand, inputs: Sequence[int]) -> int:
         layout = self.spec.layout
         index = layout.index[operand]
-        offset = layout.element_offset(operand, self.spec.operator, request.step.num_seqs)
+        offset = layout.element_offset(operand, self.spec.operator, self._num_seqs)
         return inputs[index] + offset * self._dtypes[index].itemsize
+
+    def _prepare(self, request: AttentionPlanRequest) -> PreparedStep:
+        return PreparedStep(request, self.spec.operator, planner=self._planner)
 
     def _plan_request(self, step: StepShape) -> AttentionPlanRequest:
         return AttentionPlanRequest(
@@ -240,6 +253,7 @@ class PagedAttentionPlugin(
             activation_dtype=self.spec.activation_dtype,
             kv_cache_dtype=self.spec.kv_cache_dtype,
             step=step,
+            num_multiprocessors=self._num_multiprocessors,
         )
 
     def _where(self) -> str:

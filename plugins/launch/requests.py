@@ -20,6 +20,7 @@ class AttentionPlanRequest:
         activation_dtype: type of query, key, value and output.
         kv_cache_dtype: type of both pools.
         step: T, N and M.
+        num_multiprocessors: of the device; None where it is not here.
     """
 
     arch: str | None
@@ -27,6 +28,7 @@ class AttentionPlanRequest:
     activation_dtype: DType
     kv_cache_dtype: DType
     step: StepShape
+    num_multiprocessors: int | None = None
 
     @property
     def is_decode(self) -> bool:
