@@ -38,8 +38,8 @@ SMALLEST_SHARED_BYTES: Final = 100 * KIB
 """sm_86, sm_89 and sm_120, and what an unknown architecture has at least."""
 RESERVED_SHARED_BYTES: Final = KIB
 """What CUDA takes of it for each block."""
-STATIC_SHARED_BYTES: Final = 64
-"""Static shared memory of a block, rounded up."""
+STATIC_SHARED_BYTES: Final = 128
+"""Static shared memory of a block, rounded up to the alignment of the dynamic part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,12 @@ def prefill_tile(key: KernelKey) -> PrefillTile:
 
 def _is_short_of_registers(key: KernelKey) -> bool:
     """Whether scores of 64 keys, at 32 rows a warp, would spill: measured with ptxas 13."""
-    converts = key.kv_cache_dtype not in {key.activation_dtype, DType.INT8}
-    return key.value_head_dim > 96 and (
-        key.head_dim > 128 or (converts and _architecture(key) != 90)
-    )
+    if key.value_head_dim <= 96:
+        return False
+    if key.kv_cache_dtype is DType.FLOAT8:
+        return key.head_dim > 128 or _architecture(key) != 90
+    is_converted = key.kv_cache_dtype not in {key.activation_dtype, DType.INT8}
+    return key.head_dim > 128 or is_converted
 
 
 def _architecture(key: KernelKey) -> int:
