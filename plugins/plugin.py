@@ -69,8 +69,13 @@ class PagedAttentionPlugin(
         self._planner = PolicyPlanner(explicit=spec.attention_plan)
         self._arch: str | None = None
         self._num_multiprocessors: int | None = None
-        self._num_seqs = 0
-        self._launcher = LayerLauncher(self._prepare)
+        self._places: list[tuple[int, int]] = []
+        query, key, value = (
+            spec.layout.token_stride(operand, spec.operator)
+            for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
+        )
+        self._token_strides = (query, key, value)
+        self._launcher = LayerLauncher()
         self._field_arrays: list[Any] = []
         inputs = input_dtypes(spec.layout, spec.activation_dtype, spec.kv_cache_dtype)
         pools = (spec.kv_cache_dtype, spec.kv_cache_dtype)
@@ -158,7 +163,7 @@ class PagedAttentionPlugin(
         where = f"{self._where()}, actual shape"
         self._check_dtypes(inputs, where)
         step = self._check_dims([tuple(item.dims) for item in inputs], where)
-        self._num_seqs = step.num_seqs
+        self._places = self._operand_places(step.num_seqs)
         self._launcher.set_shape(self._plan_request(step))
 
     @kept
@@ -214,7 +219,9 @@ class PagedAttentionPlugin(
         launcher = self._launcher
         if not launcher.has_shape:
             raise KernelLaunchError(f"{self._where()}: enqueue came before on_shape_change")
-        launcher.enqueue(inputs, outputs, workspace, stream, locate=self._locate)
+        launcher.enqueue(
+            inputs, outputs, workspace, stream, locate=self._locate, prepare=self._prepare
+        )
 
     def _locate(
         self, inputs: Sequence[int], outputs: Sequence[int], workspace: int
@@ -225,26 +232,25 @@ class PagedAttentionPlugin(
                     f"{self._where()}: pool output {output} is at {outputs[output]:#x} and its "
                     f"input at {inputs[operand]:#x}; bind both to one address"
                 )
-        spec = self.spec
-        query, key, value = (
-            spec.layout.token_stride(operand, spec.operator)
-            for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
-        )
         return CallAddresses(
-            operands=tuple(self._address(operand, inputs) for operand in Operand),
-            token_strides=(query, key, value),
+            operands=tuple([inputs[index] + offset for index, offset in self._places]),
+            token_strides=self._token_strides,
             output=outputs[Output.OUTPUT],
             workspace=workspace,
         )
 
-    def _address(self, operand: Operand, inputs: Sequence[int]) -> int:
-        layout = self.spec.layout
-        index = layout.index[operand]
-        offset = layout.element_offset(operand, self.spec.operator, self._num_seqs)
-        return inputs[index] + offset * self._dtypes[index].itemsize
+    def _operand_places(self, num_seqs: int) -> list[tuple[int, int]]:
+        """Plugin input and byte offset of each operand."""
+        layout, operator = self.spec.layout, self.spec.operator
+        places = []
+        for operand in Operand:
+            index = layout.index[operand]
+            offset = layout.element_offset(operand, operator, num_seqs)
+            places.append((index, offset * self._dtypes[index].itemsize if offset else 0))
+        return places
 
-    def _prepare(self, request: AttentionPlanRequest) -> PreparedStep:
-        return PreparedStep(request, self.spec.operator, planner=self._planner)
+    def _prepare(self, request: AttentionPlanRequest, addresses: CallAddresses) -> PreparedStep:
+        return PreparedStep(request, self.spec.operator, addresses, planner=self._planner)
 
     def _plan_request(self, step: StepShape) -> AttentionPlanRequest:
         return AttentionPlanRequest(

@@ -2,6 +2,7 @@
 
 It records what was called and launched, and fails where a test says so.
 """
+# ruff: noqa: N802, N815 - the names of the bindings
 
 from __future__ import annotations
 
@@ -43,9 +44,7 @@ class Launched:
 class FakeDriver:
     CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-    CUfunction_attribute = types.SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8
-    )
+    CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
     )
@@ -63,10 +62,10 @@ class FakeDriver:
         self.memory_bytes = memory_bytes
         self.recording: list[Callable[[], None]] | None = None
 
-    def CUlaunchConfig(self) -> Any:  # noqa: N802 - the bindings' name
+    def CUlaunchConfig(self) -> Any:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
 
-    def CUlaunchAttribute(self) -> Any:  # noqa: N802
+    def CUlaunchAttribute(self) -> Any:
         return types.SimpleNamespace(id=None, value=types.SimpleNamespace())
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.errors import KernelLaunchError
@@ -20,9 +20,16 @@ from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.kernels_decode import (
     CallAddresses,
     fill_arguments,
+    partial_output_elements,
     split_partitions,
 )
-from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, KERNELS, KernelRegistry, grid_of
+from paged_trt.plugins.launch.loaded import (
+    ARGUMENT_STRUCTS,
+    KERNELS,
+    KernelRegistry,
+    LoadedKernel,
+    grid_of,
+)
 from paged_trt.plugins.launch.planner import Planner
 from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
@@ -41,7 +48,8 @@ MOST_PREPARED: Final = 128
 
 Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
-_NOWHERE: Final = CallAddresses(operands=(0,) * len(Operand), token_strides=(0, 0, 0), output=0)
+_OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
+_ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", "partial_output", "partial_lse"))
 
 
 def kernel_paths(request: AttentionPlanRequest, plan: AttentionPlan) -> tuple[KernelPath, ...]:
@@ -62,6 +70,7 @@ def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
 class _Kernel:
     block: ctypes.Structure
     launch: Launch
+    fields: tuple[str, ...]
 
 
 class PreparedStep:
@@ -70,6 +79,7 @@ class PreparedStep:
     Args:
         request: sizes and types.
         operator: geometry of the layer.
+        addresses: strides, and where the first launch finds everything.
         planner: chooses between direct and split decode.
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
@@ -82,6 +92,7 @@ class PreparedStep:
         self,
         request: AttentionPlanRequest,
         operator: OperatorSpec,
+        addresses: CallAddresses,
         *,
         planner: Planner,
         registry: KernelRegistry = KERNELS,
@@ -90,29 +101,14 @@ class PreparedStep:
         self.request = request
         self.plan = planner.plan(request).plan
         self.paths = kernel_paths(request, self.plan)
-        self.addresses = _NOWHERE
+        self.addresses = addresses
         self._operator = operator
         self._split = self.plan if request.is_decode and isinstance(self.plan, SplitKv) else None
+        elements = partial_output_elements(request.step, request.attention, self.partitions)
+        self._lse_offset = 4 * elements
         # All are found before one is launched.
         loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
-        self._kernels = []
-        for kernel in loaded:
-            block = self._fill(kernel.key.path, _NOWHERE)
-            launch = make_launch(
-                kernel.function,
-                block,
-                grid=grid_of(
-                    kernel,
-                    request.step,
-                    num_kv_heads=request.attention.num_kv_heads,
-                    partitions=self.partitions,
-                ),
-                threads=kernel.build.threads,
-                shared_bytes=kernel.build.shared_bytes,
-                overlaps=kernel.key.path in OVERLAPPING and _can_overlap(request.arch),
-                label=str(kernel.key),
-            )
-            self._kernels.append(_Kernel(block=block, launch=launch))
+        self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
         self._launches = tuple(kernel.launch for kernel in self._kernels)
 
     @property
@@ -127,12 +123,19 @@ class PreparedStep:
         )
 
     def bind(self, addresses: CallAddresses) -> None:
-        """Write addresses into the argument blocks, for all launches from now on."""
-        for path, kernel in zip(self.paths, self._kernels, strict=True):
-            filled = self._fill(path, addresses)
-            ctypes.memmove(
-                ctypes.addressof(kernel.block), ctypes.addressof(filled), ctypes.sizeof(filled)
-            )
+        """Write addresses into the argument blocks, for all launches from now on.
+
+        Args:
+            addresses: with the strides that the step was made with.
+        """
+        operands = dict(zip(_OPERAND_FIELDS, addresses.operands, strict=True))
+        operands["output"] = addresses.output
+        operands["partial_output"] = addresses.workspace
+        operands["partial_lse"] = addresses.workspace + self._lse_offset
+        for kernel in self._kernels:
+            block = kernel.block
+            for name in kernel.fields:
+                setattr(block, name, operands[name])
         self.addresses = addresses
 
     def launch(self, stream: int) -> None:
@@ -144,29 +147,44 @@ class PreparedStep:
         for launch in self._launches:
             launch(stream)
 
-    def _fill(self, path: KernelPath, addresses: CallAddresses) -> Any:
-        return fill_arguments(
+    def _make(self, kernel: LoadedKernel, make_launch: LaunchMaker) -> _Kernel:
+        request, path = self.request, kernel.key.path
+        block = fill_arguments(
             ARGUMENT_STRUCTS[path],
-            addresses,
-            attention=self.request.attention,
+            self.addresses,
+            attention=request.attention,
             pool=self._operator.pool,
-            step=self.request.step,
+            step=request.step,
             plan=self._split,
+        )
+        launch = make_launch(
+            kernel.function,
+            block,
+            grid=grid_of(
+                kernel,
+                request.step,
+                num_kv_heads=request.attention.num_kv_heads,
+                partitions=self.partitions,
+            ),
+            threads=kernel.build.threads,
+            shared_bytes=kernel.build.shared_bytes,
+            overlaps=path in OVERLAPPING and _can_overlap(request.arch),
+            label=str(kernel.key),
+        )
+        names = (name for name, *_ in block._fields_)
+        return _Kernel(
+            block=block, launch=launch, fields=tuple(n for n in names if n in _ADDRESS_FIELDS)
         )
 
 
 Locate = Callable[[Sequence[int], Sequence[int], int], CallAddresses]
+Prepare = Callable[[AttentionPlanRequest, CallAddresses], PreparedStep]
 
 
 class LayerLauncher:
-    """The launches of one plugin instance.
+    """The launches of one plugin instance."""
 
-    Args:
-        prepare: makes the launches of a step that was not seen before.
-    """
-
-    def __init__(self, prepare: Callable[[AttentionPlanRequest], PreparedStep]) -> None:
-        self._prepare = prepare
+    def __init__(self) -> None:
         # Decode steps come back in few sizes; the token counts of prefill steps are many.
         self._steps: collections.OrderedDict[AttentionPlanRequest, PreparedStep] = (
             collections.OrderedDict()
@@ -193,6 +211,7 @@ class LayerLauncher:
         stream: int,
         *,
         locate: Locate,
+        prepare: Prepare,
     ) -> None:
         """Launch the step on a stream.
 
@@ -202,22 +221,23 @@ class LayerLauncher:
             workspace: address of its workspace.
             stream: handle of the stream.
             locate: from these addresses to those of the operands; called when they change.
+            prepare: makes the launches of a step that was not seen before.
 
         Raises:
             KernelLaunchError: a kernel is not loaded or did not launch.
         """
         addresses = (*inputs, *outputs, workspace)
         if self._step is None or addresses != self._addresses:
-            self._bind(addresses, locate(inputs, outputs, workspace))
+            self._bind(addresses, locate(inputs, outputs, workspace), prepare)
         self._step.launch(stream)  # type: ignore[union-attr]  # `_bind` has set it
 
-    def _bind(self, addresses: tuple[int, ...], located: CallAddresses) -> None:
+    def _bind(self, addresses: tuple[int, ...], located: CallAddresses, prepare: Prepare) -> None:
         request = self._request
         if request is None:
             raise KernelLaunchError("a step was launched before its sizes were known")
         step = self._steps.get(request)
         if step is None:
-            step = self._steps[request] = self._prepare(request)
+            step = self._steps[request] = prepare(request, located)
             if len(self._steps) > MOST_PREPARED:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(request)

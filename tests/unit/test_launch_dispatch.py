@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -35,6 +36,7 @@ ADDRESSES = CallAddresses(
     output=1 << 30,
     workspace=1 << 31,
 )
+NOWHERE = dataclasses.replace(ADDRESSES, operands=(0,) * len(Operand), output=0, workspace=0)
 
 
 def make_request(tokens: int = 2, seqs: int = 2, width: int = 3, arch: str = "sm_90") -> Any:
@@ -66,6 +68,7 @@ def prepare(
     return PreparedStep(
         request,
         OperatorSpec(pool=SPEC.pool, attention=SPEC.layers[0]),
+        NOWHERE,
         planner=PolicyPlanner(explicit=parse_attention_plan(plan)),
         registry=registry or Registry(),
         make_launch=functools.partial(KernelLaunch, driver=driver),
@@ -150,7 +153,7 @@ def test_a_refused_launch_is_named() -> None:
     driver = FakeDriver()
     driver.failing = {"cuLaunchKernelEx": 1}
     step = prepare(driver, make_request(5))
-    with pytest.raises(KernelLaunchError, match="append float16 .* did not launch: 1"):
+    with pytest.raises(KernelLaunchError, match=r"append float16 .* did not launch: 1"):
         step.launch(0)
 
 
@@ -163,8 +166,8 @@ def test_warm_keys_cover_every_path() -> None:
 class Prepared:
     """A step that counts."""
 
-    def __init__(self, log: list[Any], request: AttentionPlanRequest) -> None:
-        self.addresses: Any = None
+    def __init__(self, log: list[Any], request: AttentionPlanRequest, addresses: Any) -> None:
+        self.addresses = addresses
         self.log = log
         self.width = request.step.table_width
 
@@ -179,14 +182,14 @@ class Prepared:
 def test_shapes_and_addresses_are_looked_up_once() -> None:
     log: list[Any] = []
 
-    def make(request: AttentionPlanRequest) -> Any:
-        log.append(("prepare", request.step.table_width))
-        return Prepared(log, request)
+    def make(request: AttentionPlanRequest, addresses: Any) -> Any:
+        log.append(("prepare", request.step.table_width, addresses))
+        return Prepared(log, request, addresses)
 
-    launcher = LayerLauncher(make)
+    launcher = LayerLauncher()
 
     def enqueue(*inputs: int) -> list[Any]:
-        launcher.enqueue(list(inputs), [7], 8, 0, locate=lambda i, o, w: (*i, *o, w))
+        launcher.enqueue(list(inputs), [7], 8, 0, locate=lambda i, o, w: (*i, *o, w), prepare=make)
         events = log[:]
         log.clear()
         return events
@@ -194,12 +197,12 @@ def test_shapes_and_addresses_are_looked_up_once() -> None:
     with pytest.raises(KernelLaunchError, match="before its sizes"):
         enqueue(1)
     launcher.set_shape(make_request(width=1))
-    assert enqueue(1) == [("prepare", 1), ("bind", 1, (1, 7, 8)), ("launch", 1)]
+    assert enqueue(1) == [("prepare", 1, (1, 7, 8)), ("launch", 1)]
     assert enqueue(1) == [("launch", 1)]
     launcher.set_shape(make_request(width=1))
     assert enqueue(1) == [("launch", 1)]
     launcher.set_shape(make_request(width=2))
-    assert enqueue(1) == [("prepare", 2), ("bind", 2, (1, 7, 8)), ("launch", 2)]
+    assert enqueue(1) == [("prepare", 2, (1, 7, 8)), ("launch", 2)]
     assert enqueue(2) == [("bind", 2, (2, 7, 8)), ("launch", 2)]
     launcher.set_shape(make_request(width=1))
     # The blocks of the first size still hold its own addresses.
@@ -208,8 +211,9 @@ def test_shapes_and_addresses_are_looked_up_once() -> None:
 
 def test_prefill_sizes_do_not_pile_up() -> None:
     log: list[Any] = []
-    launcher = LayerLauncher(lambda request: Prepared(log, request))  # type: ignore[arg-type]
+    launcher = LayerLauncher()
+    make: Any = functools.partial(Prepared, log)
     for tokens in range(3, 400):
         launcher.set_shape(make_request(tokens))
-        launcher.enqueue([1], [2], 3, 0, locate=lambda i, o, w: ADDRESSES)
+        launcher.enqueue([1], [2], 3, 0, locate=lambda i, o, w: ADDRESSES, prepare=make)
     assert len(launcher._steps) == dispatch.MOST_PREPARED
