@@ -1,6 +1,9 @@
 """Times the decode kernels: CUDA-graph replay, median, KV sets of 180 MB and more in turn.
 
-python tests/gpu/bench_decode.py [--append]
+python tests/gpu/bench_decode.py [--append] [--programmatic]
+
+    `--append` times the append too; `--programmatic` lets a kernel start before the one ahead has
+    ended.
 """
 
 from __future__ import annotations
@@ -115,6 +118,8 @@ def bench_cell(kv: DType, batch: int, context: int, *, with_append: bool) -> Non
     results = []
     for plan in plans(batch, context):
         steps = [DecodeStep(case, inputs, plan, pools) for case, inputs in sets]
+        for step in steps:
+            step.is_programmatic = "--programmatic" in sys.argv
         paths = steps[0].attention_paths
         if with_append:
             paths = (KernelPath.APPEND, *paths)

@@ -204,7 +204,8 @@ def _gather(
     """Visible keys or values of a row, [visible, heads, dim] float32."""
     first = 0 if case.window < 0 else max(0, position - case.window + 1)
     places = np.arange(first, position + 1)
-    pages = inputs["page_table"][row, places // PAGE]
+    table_row = np.append(inputs["page_table"][row], -1)
+    pages = table_row[np.minimum(places // PAGE, len(table_row) - 1)]
     valid = (pages >= 0) & (pages < len(pool))
     found = pool[pages[valid], :, places[valid] % PAGE]
     if case.kv.is_quantised:

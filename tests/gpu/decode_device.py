@@ -66,13 +66,42 @@ def to_host(tensor: Any, shape: Sequence[int], dtype: DType) -> Array:
     return tensor.cpu().numpy().view(dtype.numpy).reshape(shape)
 
 
+def launch(
+    function: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    block: ctypes.Structure,
+    *,
+    is_programmatic: bool,
+) -> None:
+    """Launch on torch's current stream; programmatic: before the kernel ahead has ended."""
+    import torch
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    if is_programmatic:
+        attribute = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+
+
 class DecodeStep:
     """One step with its tensors on the device.
 
     Attributes:
         tensors: uint8 tensor of each operand.
         output: uint8 tensor, NaN until the step has run.
+        is_programmatic: whether kernels may start before the one ahead has ended.
     """
+
+    is_programmatic = False
 
     def __init__(
         self, case: Case, inputs: Inputs, plan: Plan, pools: Mapping[str, Any] | None = None
@@ -130,9 +159,6 @@ class DecodeStep:
             self._launch_one(path)
 
     def _launch_one(self, path: KernelPath) -> None:
-        import torch
-        from cuda.bindings import driver
-
         attention = self.case.attention
         key = KernelKey(
             path=path,
@@ -151,18 +177,12 @@ class DecodeStep:
             num_kv_heads=attention.num_kv_heads,
             partitions=self.partitions,
         )
-        block = self.arguments(path)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
-        check(
-            driver.cuLaunchKernel(
-                load_kernel(build.source, build.name_expression),
-                *grid,
-                *(build.threads, 1, 1),
-                build.shared_bytes,
-                torch.cuda.current_stream().cuda_stream,
-                ctypes.addressof(parameters),
-                0,
-            )
+        launch(
+            load_kernel(build.source, build.name_expression),
+            grid,
+            build.threads,
+            self.arguments(path),
+            is_programmatic=self.is_programmatic,
         )
 
     def arguments(self, path: KernelPath) -> ctypes.Structure:

@@ -19,7 +19,8 @@ from paged_trt.plugins.launch.kernels_decode import partial_output_elements
 from paged_trt.plugins.launch.plans import Direct, SplitKv
 from paged_trt.plugins.launch.registry import KernelPath
 
-pytestmark = pytest.mark.gpu
+# torch's own warnings are no failure of a kernel.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 BF16, FP16, FP8, INT8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8, DType.INT8
 KV_TYPES = (FP16, BF16, FP8, INT8)
@@ -271,18 +272,21 @@ def test_pools_past_2_to_the_31_elements(kv: DType, plan: Plan) -> None:
     assert torch.equal(tail, small.tensors["key_pool"])
 
 
+@pytest.mark.parametrize("is_programmatic", [False, True])
 @pytest.mark.parametrize("plan", PLANS[:2], ids=str)
-def test_graph_replay_equals_eager(plan: Plan) -> None:
+def test_graph_replay_equals_eager(plan: Plan, is_programmatic: bool) -> None:
     import torch
 
     case = Case(kv=FP8, rope=2, has_sinks=True)
     inputs = make_inputs(case)
     wanted = DecodeStep(case, inputs, plan).run()
     step = DecodeStep(case, inputs, plan)
+    step.is_programmatic = is_programmatic
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step.launch(KernelPath.APPEND, *step.attention_paths)
+        for _ in range(3):
+            step.launch(KernelPath.APPEND, *step.attention_paths)
     for _ in range(3):
         step.output.fill_(255)
         graph.replay()
