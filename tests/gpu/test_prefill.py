@@ -1,6 +1,6 @@
 """The prefill kernel on the device against NumPy in float64, over the pools of the append kernel.
 
-The rule: the error of the kernel is at most twice that of a computation of the same precision,
+The rule: the error of each token row is at most twice that of a computation of the same precision,
 and one rounding of the output.
 """
 
@@ -100,8 +100,8 @@ def same_bytes(first: Array, second: Array) -> bool:
     return first.tobytes() == second.tobytes()
 
 
-def reference(case: Case, inputs: Inputs, step: PrefillStep) -> tuple[Array, float]:
-    """Output in float64 and the error allowed, from the pools of a step that has run."""
+def reference(case: Case, inputs: Inputs, step: PrefillStep) -> tuple[Array, Array]:
+    """Output in float64 and the error allowed to each row, from pools that have been run over."""
     pools = [step.host_pool(name, inputs[name]) for name in ("key_pool", "value_pool")]
     expected = attend(case, inputs, *pools, rounded=False)
     return expected, allowed_error(case, attend(case, inputs, *pools, rounded=True), expected)
@@ -113,8 +113,8 @@ def check_step(case: Case, inputs: Inputs, tile: PrefillTile | None = None) -> A
     expected, allowed = reference(case, inputs, step)
     error = np.abs(output.astype(np.float64) - expected)
     assert np.isfinite(error).all(), f"not finite at {np.argwhere(~np.isfinite(error))[:3]}"
-    worst = np.unravel_index(error.argmax(), error.shape)
-    assert error.max() <= allowed, f"error {error.max()} at {worst}, allowed {allowed}"
+    worst = np.unravel_index((error - allowed).argmax(), error.shape)
+    assert (error <= allowed).all(), f"{error[worst]} at {worst}, allowed {allowed[worst[0]]}"
     padding = output[inputs["query_start_offsets"][-1] :]
     assert not padding.astype(np.float32).any()
     return output
@@ -214,8 +214,8 @@ def test_chunks_equal_one_piece(kv: DType, sizes: tuple[int, ...]) -> None:
         parts.append(step.run().astype(np.float64))
         pools = {name: step.tensors[name] for name in ("key_pool", "value_pool")}
         first += size
-    error = np.abs(np.concatenate(parts) - wanted).max()
-    assert error <= reference(case, inputs, whole)[1]
+    error = np.abs(np.concatenate(parts) - wanted)
+    assert (error <= reference(case, inputs, whole)[1]).all()
 
 
 @pytest.mark.parametrize("kv", [BF16, FP8], ids=lambda kv: kv.value)

@@ -31,4 +31,5 @@ def test_the_reference_agrees_with_the_slow_one(case: Case, bad_pages: bool) -> 
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
     rounded = attend(case, inputs, key_pool, value_pool, rounded=True)
     assert np.abs(rounded - expected).max() < 0.05 * np.abs(expected).max()
-    assert allowed_error(case, rounded, expected) > 0
+    allowed = allowed_error(case, rounded, expected)
+    assert (allowed.squeeze() > 0).tolist() == expected.any(axis=(1, 2)).tolist()
