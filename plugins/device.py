@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -98,12 +99,16 @@ class Device:
         """Give page-locked memory back; no view of it may be used afterwards."""
         check(self.driver.cuMemFreeHost(array.ctypes.data), "cuMemFreeHost")
 
-    def close(self) -> None:
-        """Release the context; a second call does nothing."""
-        if self._context is None:
-            return
-        self._context = None
-        check(self.driver.cuDevicePrimaryCtxRelease(self._handle), "cuDevicePrimaryCtxRelease")
+
+@functools.cache
+def kept_device(ordinal: int) -> Device:
+    """A device whose context the process keeps, because its loaded kernels live there.
+
+    Raises:
+        UnsupportedError: there is no driver.
+        ExecutionError: the context cannot be made.
+    """
+    return Device(ordinal)
 
 
 class Stream:

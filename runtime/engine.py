@@ -23,14 +23,14 @@ from paged_trt.plugins.manifest import (
 )
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.reference_executor import ReferenceExecutor
+from paged_trt.runtime.tensorrt_loader import open_engine
 
 EXECUTORS: Final = ("auto", "tensorrt", "reference")
 """Values of `--executor`."""
-_NO_TENSORRT: Final = "this version of paged-trt does not run TensorRT plans yet"
 _LOG: Final = logging.getLogger("paged_trt")
 
 
-def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
+def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 0) -> Executor:
     """Open an engine directory.
 
     Args:
@@ -38,6 +38,7 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
         executor: `tensorrt` runs the plan, `reference` runs `model.onnx` on a CPU, `auto`
             takes the first that can run; a fall back to the reference is one of the
             executor's notes.
+        device: number of the CUDA device that runs the plan.
 
     Raises:
         ConfigError: there is no executor of that name.
@@ -45,6 +46,8 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
             no other file was interpreted.
         SpecMismatchError: the manifest or the model disagrees with its spec.
         UnsupportedError: the executor cannot run here, or the directory has no model for it.
+        KernelError: a kernel did not compile or load.
+        ExecutionError: the device has too little memory, or TensorRT refused.
     """
     if executor not in EXECUTORS:
         raise ConfigError(f"`{executor}` is no executor; choose one of {', '.join(EXECUTORS)}")
@@ -52,13 +55,19 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     check_hops(folder, manifest)
-    if executor == "tensorrt":
-        raise UnsupportedError(f"{_NO_TENSORRT}; pass `--executor reference`")
-    notes: tuple[str, ...] = ()
-    if executor == "auto":
-        notes = (f"{_NO_TENSORRT}: the reference executor runs the model on the CPU",)
-        _LOG.info("%s", notes[0])
-    return _load_reference(folder, manifest, notes=notes)
+    if executor == "reference":
+        return _load_reference(folder, manifest, notes=())
+    scales = _scales(folder, manifest)
+    try:
+        return open_engine(folder, manifest, kv_scales=scales, ordinal=device)
+    except UnsupportedError as error:
+        if executor == "tensorrt":
+            raise UnsupportedError(
+                f"{error}; or pass `--executor reference` to run the model on the CPU"
+            ) from error
+        note = f"the reference executor runs the model on the CPU, for TensorRT cannot: {error}"
+    _LOG.info("%s", note)
+    return _load_reference(folder, manifest, notes=(note,))
 
 
 def _load_reference(
@@ -70,8 +79,12 @@ def _load_reference(
             "runs; rebuild without `--no-reference`"
         )
     spec = manifest.spec
-    scales = _load_scales(folder, manifest) if spec.kv_cache_dtype.is_quantised else {}
+    scales = _scales(folder, manifest)
     return ReferenceExecutor(folder / MODEL_FILE, spec, kv_scales=scales, notes=notes)
+
+
+def _scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:
+    return _load_scales(folder, manifest) if manifest.spec.kv_cache_dtype.is_quantised else {}
 
 
 def _load_scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, ManifestError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -20,11 +20,10 @@ from paged_trt.plugins.tensors import (
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
-    Role,
-    TensorSpec,
     pool_output_name,
 )
 from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
 
 Array = npt.NDArray[Any]
@@ -66,7 +65,7 @@ class ReferenceExecutor:
     ) -> None:
         self._spec = spec
         runtime = _import_onnxruntime()
-        scales = _checked_scales(spec, kv_scales or {})
+        scales = checked_scales(spec, kv_scales or {})
         model = open_reference_model(model_path, spec)
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
         self._session: Any = _make_session(runtime, model, model_path)
@@ -206,33 +205,3 @@ def _ort_value(runtime: ModuleType, array: Array) -> Any:
     element_type = next(each for each in DType if np.dtype(each.numpy) == array.dtype)
     raw = array.view(_RAW[array.itemsize])
     return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type.onnx)
-
-
-def _checked_scales(spec: EngineSpec, kv_scales: Mapping[str, Array]) -> dict[str, Array]:
-    wanted = {each.name: each for each in spec.tensors() if each.role is Role.SCALES}
-    if unknown := sorted(set(kv_scales) - set(wanted)):
-        raise ManifestError(
-            f"`{unknown[0]}` is no scales input of this engine, which has {len(wanted)}; "
-            "rebuild the engine"
-        )
-    return {name: _checked_scale(each, kv_scales) for name, each in wanted.items()}
-
-
-def _checked_scale(tensor: TensorSpec, kv_scales: Mapping[str, Array]) -> Array:
-    if tensor.name not in kv_scales:
-        raise ManifestError(
-            f"the scales `{tensor.name}` are missing, found {len(kv_scales)} others; "
-            "rebuild the engine with its KV scales"
-        )
-    array = kv_scales[tensor.name]
-    if array.shape != tensor.dims or array.dtype != np.float32:
-        raise ManifestError(
-            f"the scales `{tensor.name}` must be {list(tensor.dims)} float32, found "
-            f"{list(array.shape)} {array.dtype}; rebuild the engine"
-        )
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ManifestError(
-            f"the scales `{tensor.name}` must be positive and finite, found {array.min()} to "
-            f"{array.max()}; calibrate them again"
-        )
-    return np.ascontiguousarray(array)

@@ -132,12 +132,6 @@ class DeviceKernels:
             )
         return kernel
 
-    def forget(self, context: int) -> None:
-        """Drop the kernels of a context that is about to end."""
-        with self._lock:
-            for place in [place for place in self._kernels if place[0] == context]:
-                del self._kernels[place]
-
     def _make(self, key: KernelKey) -> LoadedKernel:
         if key.arch is None:
             raise KernelError(
