@@ -83,4 +83,13 @@ __device__ __forceinline__ void expand_quad(uint32_t quad, uint32_t& low, uint32
   }
 }
 
+// Power of two that brings a maximum into [2^10, 2^11), and its inverse. bf16 queries pass fp16's
+// range, and rotated fp16 ones can: scaled so, nothing overflows and nothing of weight is lost.
+__device__ __forceinline__ float2 range_scale(float maximum) {
+  const int32_t exponent = (__float_as_uint(maximum) >> 23) & 0xff;
+  if (exponent == 255) return make_float2(1.f, 1.f);  // infinity or NaN
+  const int32_t kept = max(exponent, 11);
+  return make_float2(__uint_as_float((264 - kept) << 23), __uint_as_float((kept - 10) << 23));
+}
+
 }  // namespace paged_trt

@@ -41,7 +41,9 @@ struct Prefill {
   static constexpr int kQueryBytes = tile_rows * QueryShared::kStride;
   static constexpr int kKeyBytes = tile_tokens * KeyShared::kStride;
   static constexpr int kValueBytes = tile_tokens * ValueShared::kStride;
-  static constexpr int kSharedBytes = kQueryBytes + num_stages * (kKeyBytes + kValueBytes);
+  static constexpr bool kByRow = kScalesRows<Activation, Kv>;
+  static constexpr int kFactorsAt = kQueryBytes + num_stages * (kKeyBytes + kValueBytes);
+  static constexpr int kSharedBytes = kFactorsAt + (kByRow ? tile_rows * 4 : 0);
 
   using Scores = float[kBlocks][kScores][4];
   using Outputs = float[kBlocks][kOutputs][4];
@@ -190,16 +192,40 @@ struct Prefill {
     }
   }
 
-  static __device__ __forceinline__ void cap(Scores& scores, float scale) {
+  static __device__ __forceinline__ void cap(Scores& scores, const ScoreScale<kByRow>& scale) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-      for (int column = 0; column < kScores; ++column) {
+      for (int half = 0; half < 2; ++half) {
+        const float factor = scale(block, half);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[block][column][i] = tanh_accurate(scores[block][column][i] * scale);
+        for (int column = 0; column < kScores; ++column) {
+#pragma unroll
+          for (int i = half * 2; i < half * 2 + 2; ++i) {
+            scores[block][column][i] = tanh_accurate(scores[block][column][i] * factor);
+          }
         }
       }
+    }
+  }
+
+  // From scores to weights of a tile: softcap, mask, softmax.
+  static __device__ __forceinline__ void weigh(Weights& weights, Scores& scores,
+                                               SoftmaxRows<kBlocks>& rows, Outputs& outputs,
+                                               const Kept& kept, const float* factors, bool masked,
+                                               int32_t token, int32_t window) {
+    const float* own = factors + row_of_lane();
+    const bool has_cap = kept.scales.cap > 0.f;
+    if (has_cap) cap(scores, {kept.scales.cap, own});
+    if (masked) mask(scores, kept.tile.first_row, kept.past, token, window);
+    if (kByRow && has_cap) {  // the factors of the rows went into tanh
+      const ScoreScale<false> scale = {kept.scales.exponent, nullptr};
+      rows.follow(scores, outputs, scale);
+      rows.template weigh<Product>(weights, scores, scale);
+    } else {
+      const ScoreScale<kByRow> scale = {kept.scales.exponent, own};
+      rows.follow(scores, outputs, scale);
+      rows.template weigh<Product>(weights, scores, scale);
     }
   }
 
@@ -299,8 +325,13 @@ struct Prefill {
       stage_keys(view, kv_head, ahead);
       if (ahead + 1 < num_stages) stage_values(view, kv_head, ahead);
     }
+    float* factors = reinterpret_cast<float*>(shared + kFactorsAt);
+    if constexpr (kByRow) {
+      find_row_factors<head_dim, group_size, tile_rows, kThreads>(factors, args, tile, kv_head);
+      __syncthreads();
+    }
     stage_query<Activation, Kv, head_dim, group_size, tile_rows, kThreads>(
-        shared, args, tile, kv_head, past, args.softmax_scale < 0.f ? -1.f : 1.f);
+        shared, factors, args, tile, kv_head, past, args.softmax_scale < 0.f ? -1.f : 1.f);
 
     // What all threads of the block share does not have to be in registers, short in the loop.
     __shared__ Kept kept;
@@ -330,12 +361,8 @@ struct Prefill {
         Scores scores;
         score(scores, warp_query, shared_keys + key_tile % num_stages * kKeyBytes, query_lane,
               key_fragments);
-        if (kept.scales.cap > 0.f) cap(scores, kept.scales.cap);
-        if (!span.sees_all(token)) {
-          mask(scores, kept.tile.first_row, kept.past, token, args.window);
-        }
-        rows.follow(scores, outputs, kept.scales.exponent);
-        rows.template weigh<Product>(weights, scores, kept.scales.exponent);
+        weigh(weights, scores, rows, outputs, kept, factors, !span.sees_all(token), token,
+              args.window);
       }
       wait_copies<2 * (num_stages - 1)>();
       __syncthreads();

@@ -100,11 +100,11 @@ __device__ __forceinline__ void rotate_eight(float (&values)[8], const Activatio
 // Stores eight elements of a query row where the order of the keys' fragments wants them.
 template <class Product, class Kv, class Tile>
 __device__ __forceinline__ void store_eight(unsigned char* tile, int32_t row, int32_t chunk,
-                                            float (&values)[8], float sign) {
+                                            float (&values)[8], float scale) {
   uint32_t pairs[4];
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
-    float low = values[pair * 2] * sign, high = values[pair * 2 + 1] * sign;
+    float low = values[pair * 2] * scale, high = values[pair * 2 + 1] * scale;
     if constexpr (kSameType<Product, Float16>) {
       low = clamp_keeping_nan(low, 65504.f);
       high = clamp_keeping_nan(high, 65504.f);
@@ -123,32 +123,73 @@ __device__ __forceinline__ void store_eight(unsigned char* tile, int32_t row, in
   }
 }
 
+// Whether query rows are scaled into the range of the products: bf16 queries pass fp16's.
+template <class Activation, class Kv>
+constexpr bool kScalesRows =
+    kSameType<Activation, BFloat16> && kSameType<MmaType<Activation, Kv>, Float16>;
+
+// Where a query row is. `row` is within the tile.
+template <class Activation, int head_dim, int group_size>
+__device__ __forceinline__ const Activation* query_row(const PrefillArgs& args,
+                                                       const QueryTile& tile, int32_t kv_head,
+                                                       int32_t row) {
+  const int64_t token = tile.first_token + (tile.first_row + row) / group_size;
+  const int32_t head = kv_head * group_size + (tile.first_row + row) % group_size;
+  return static_cast<const Activation*>(args.query) + token * args.query_token_stride +
+         head * head_dim;
+}
+
+// What the scores of each row have to be multiplied by: see range_scale. One thread per row; a
+// rotation makes an element at most sqrt(2) larger, for which there is room.
+template <int head_dim, int group_size, int tile_rows, int num_threads>
+__device__ __forceinline__ void find_row_factors(float* factors, const PrefillArgs& args,
+                                                 const QueryTile& tile, int32_t kv_head) {
+  for (int32_t row = threadIdx.x; row < tile_rows; row += num_threads) {
+    float largest = 0.f;
+    if (row < tile.num_rows) {
+      const BFloat16* source = query_row<BFloat16, head_dim, group_size>(args, tile, kv_head, row);
+#pragma unroll 4
+      for (int32_t first = 0; first < head_dim; first += 8) {
+        float values[8];
+        load_eight(values, source + first);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
+      }
+    }
+    factors[row] = range_scale(largest).y;
+  }
+}
+
+// Inverse of a power of two.
+__device__ __forceinline__ float inverse_power(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
 // Rotates, converts and stores the query rows of a tile; rows past its end become zero. `sign`
-// is that of the softmax scale, which is thus positive for the rest of the kernel.
+// is that of the softmax scale, which is thus positive for the rest of the kernel. `factors` is
+// read where kScalesRows says so.
 template <class Activation, class Kv, int head_dim, int group_size, int tile_rows, int num_threads>
-__device__ __forceinline__ void stage_query(unsigned char* shared, const PrefillArgs& args,
-                                            const QueryTile& tile, int32_t kv_head, int32_t past,
-                                            float sign) {
+__device__ __forceinline__ void stage_query(unsigned char* shared, const float* factors,
+                                            const PrefillArgs& args, const QueryTile& tile,
+                                            int32_t kv_head, int32_t past, float sign) {
   using Product = MmaType<Activation, Kv>;
   constexpr int kChunks = head_dim / 8;
-  const Activation* query = static_cast<const Activation*>(args.query);
 #pragma unroll 4
   for (uint32_t index = threadIdx.x; index < tile_rows * kChunks; index += num_threads) {
     const int32_t row = index / kChunks, chunk = index % kChunks;
     float values[8] = {};
     if (row < tile.num_rows) {
-      const int32_t token = (tile.first_row + row) / group_size;
-      const int32_t head = kv_head * group_size + (tile.first_row + row) % group_size;
       const Activation* source =
-          query + (tile.first_token + token) * args.query_token_stride + head * head_dim;
+          query_row<Activation, head_dim, group_size>(args, tile, kv_head, row);
       load_eight(values, source + chunk * 8);
       if (args.rope != 0) {
-        const int64_t position = past + token;
+        const int64_t position = past + (tile.first_row + row) / group_size;
         rotate_eight(values, source, chunk * 8, args.rope_cos_sin + position * args.rotary_dim,
                      args.rotary_dim, args.rope);
       }
     }
-    store_eight<Product, Kv, SharedTile<head_dim * 2>>(shared, row, chunk, values, sign);
+    const float scale = kScalesRows<Activation, Kv> ? sign * inverse_power(factors[row]) : sign;
+    store_eight<Product, Kv, SharedTile<head_dim * 2>>(shared, row, chunk, values, scale);
   }
 }
 

@@ -16,6 +16,19 @@ __device__ __forceinline__ float sum_of_quad(float value) {
   return value + __shfl_xor_sync(kAllLanes, value, 2);
 }
 
+// Factor of the scores of each row that a lane holds: one for all, times one of its own for
+// queries that were scaled row by row. Those stay in shared memory.
+template <bool by_row>
+struct ScoreScale {
+  float common;
+  const float* of_rows;  // of the lane's first row
+
+  __device__ __forceinline__ float operator()(int block, int half) const {
+    // Not 0, which would turn a masked score into NaN.
+    return by_row ? fmaxf(common * of_rows[block * 16 + half * 8], 1e-35f) : common;
+  }
+};
+
 // Rows {row, row + 8} of each of `num_blocks` blocks of 16 rows.
 template <int num_blocks>
 struct SoftmaxRows {
@@ -35,10 +48,10 @@ struct SoftmaxRows {
   }
 
   // Takes up the scores of a tile and moves the references; outputs are rescaled to match.
-  template <int num_columns, int num_outputs>
+  template <bool by_row, int num_columns, int num_outputs>
   __device__ __forceinline__ void follow(const float (&scores)[num_blocks][num_columns][4],
                                          float (&outputs)[num_blocks][num_outputs][4],
-                                         float scale) {
+                                         const ScoreScale<by_row>& scale) {
 #pragma unroll
     for (int block = 0; block < num_blocks; ++block) {
       float factors[2];
@@ -51,7 +64,7 @@ struct SoftmaxRows {
           largest = fmaxf(largest, fmaxf(scores[block][column][half * 2],
                                          scores[block][column][half * 2 + 1]));
         }
-        const float current = maximum_of_quad(largest) * scale;
+        const float current = maximum_of_quad(largest) * scale(block, half);
         const bool row_grows = current > reference[block][half] + kSlack;
         factors[half] = row_grows ? exp2_approx(reference[block][half] - current) : 1.f;
         if (row_grows) reference[block][half] = current;
@@ -71,19 +84,19 @@ struct SoftmaxRows {
   }
 
   // Weights of a tile's scores, packed as A operands: [block][column][half].
-  template <class Product, int num_columns>
+  template <class Product, bool by_row, int num_columns>
   __device__ __forceinline__ void weigh(uint32_t (&weights)[num_blocks][num_columns][2],
                                         const float (&scores)[num_blocks][num_columns][4],
-                                        float scale) {
+                                        const ScoreScale<by_row>& scale) {
 #pragma unroll
     for (int block = 0; block < num_blocks; ++block) {
 #pragma unroll
-      for (int column = 0; column < num_columns; ++column) {
+      for (int half = 0; half < 2; ++half) {
+        const float from = -reference[block][half], factor = scale(block, half);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float from = -reference[block][half];
-          const float low = exp2_approx(fmaf(scores[block][column][half * 2], scale, from));
-          const float high = exp2_approx(fmaf(scores[block][column][half * 2 + 1], scale, from));
+        for (int column = 0; column < num_columns; ++column) {
+          const float low = exp2_approx(fmaf(scores[block][column][half * 2], factor, from));
+          const float high = exp2_approx(fmaf(scores[block][column][half * 2 + 1], factor, from));
           sum[block][half] += low + high;
           weights[block][column][half] = pack<Product>(low, high);
         }

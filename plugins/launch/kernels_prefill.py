@@ -64,7 +64,10 @@ class PrefillTile:
         query = self.rows * _padded_row_bytes(key.head_dim * 2)
         keys = self.tokens * _padded_row_bytes(key.head_dim * itemsize)
         values = self.tokens * _padded_row_bytes(key.value_head_dim * itemsize)
-        return query + self.stages * (keys + values)
+        # bf16 queries beside 8-bit keys are scaled row by row into the range of float16.
+        scales_rows = key.activation_dtype is DType.BFLOAT16 and key.kv_cache_dtype.is_quantised
+        factors = self.rows * 4 if scales_rows else 0
+        return query + self.stages * (keys + values) + factors
 
 
 def prefill_tile(key: KernelKey) -> PrefillTile:
