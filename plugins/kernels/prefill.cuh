@@ -74,7 +74,7 @@ struct Prefill {
   // softmax_scale and softcap, cap * tanh(s / cap), in base 2.
   static __device__ __forceinline__ Scales scales_of(const PrefillArgs& args, int32_t kv_head) {
     // The query took the sign. A scale of 0 would turn a masked score into NaN.
-    float scale = fmaxf(fabsf(args.softmax_scale), 1e-30f);
+    float scale = fmaxf(fabsf(args.softmax_scale), 1e-37f);
     if (kIsQuantised<Kv>) scale *= args.kv_scales[kv_head];
     if (args.softcap > 0.f) return {scale / args.softcap, kLog2E * args.softcap};
     return {0.f, kLog2E * scale};

@@ -75,6 +75,8 @@ FEATURES = [
 ]
 EXTREMES = [
     Case(**MIXED, kv=FP8, query_factor=1e30),
+    Case(**MIXED, kv=INT8, query_factor=1e-30),
+    Case(**MIXED, kv=INT8, query_factor=1e30, softcap=4.0, rope=1, window=70),
     Case(**MIXED, query_factor=1e20, rope=1),
     Case(**FRESH, activation=FP16, kv=FP8, query_factor=8192.0, rope=2),
     Case(**FRESH, query_factor=-1.0),  # a negative softmax scale
