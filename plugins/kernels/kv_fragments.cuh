@@ -29,7 +29,9 @@ struct KeyFragments {
     if constexpr (kIsQuantised<Kv>) {
       load_matrices(words, lane.address(tile, token, step));
 #pragma unroll
-      for (int group = 0; group < 4; ++group) expand_quad<Kv>(words[group], b[group][0], b[group][1]);
+      for (int group = 0; group < 4; ++group) {
+        expand_quad<Kv>(words[group], b[group][0], b[group][1]);
+      }
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -41,6 +41,8 @@ struct Prefill {
   static constexpr int kQueryBytes = tile_rows * QueryShared::kStride;
   static constexpr int kKeyBytes = tile_tokens * KeyShared::kStride;
   static constexpr int kValueBytes = tile_tokens * ValueShared::kStride;
+  static_assert(kQueryBytes % 128 == 0 && kKeyBytes % 128 == 0 && kValueBytes % 128 == 0,
+                "tiles lie where SharedTile wants them");
   static constexpr bool kByRow = kScalesRows<Activation, Kv>;
   static constexpr int kFactorsAt = kQueryBytes + num_stages * (kKeyBytes + kValueBytes);
   static constexpr int kSharedBytes = kFactorsAt + (kByRow ? tile_rows * 4 : 0);

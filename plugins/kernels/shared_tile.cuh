@@ -24,7 +24,8 @@ struct SharedTile {
   struct Lane {
     unsigned offset_of_lane;
 
-    __device__ __forceinline__ Lane(unsigned row, unsigned chunk) : offset_of_lane(offset(row, chunk)) {}
+    __device__ __forceinline__ Lane(unsigned row, unsigned chunk)
+        : offset_of_lane(offset(row, chunk)) {}
 
     // `row` is a multiple of 8, and `chunk` has no bit in common with the lane's own.
     __device__ __forceinline__ unsigned address(unsigned tile, unsigned row, unsigned chunk) const {
