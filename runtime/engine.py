@@ -23,6 +23,7 @@ from paged_trt.plugins.manifest import (
 )
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.reference_executor import ReferenceExecutor
+from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.runtime.tensorrt_loader import open_engine
 
 EXECUTORS: Final = ("auto", "tensorrt", "reference")
@@ -52,9 +53,7 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
     if executor not in EXECUTORS:
         raise ConfigError(f"`{executor}` is no executor; choose one of {', '.join(EXECUTORS)}")
     folder = Path(directory)
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    check_hops(folder, manifest)
+    manifest = _checked_manifest(folder)
     if executor == "reference":
         return _load_reference(folder, manifest, notes=())
     scales = _scales(folder, manifest)
@@ -68,6 +67,32 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
         note = f"the reference executor runs the model on the CPU, for TensorRT cannot: {error}"
     _LOG.info("%s", note)
     return _load_reference(folder, manifest, notes=(note,))
+
+
+def open_plan(
+    directory: Path | str, *, device: int = 0, uses_graphs: bool = True
+) -> TensorRtExecutor:
+    """The TensorRT executor of an engine directory, for those who need more of it than `step`.
+
+    Args:
+        directory: what `paged-trt build` wrote.
+        device: number of the CUDA device.
+        uses_graphs: replay decode steps as CUDA graphs.
+
+    Raises:
+        PagedTrtError: as `load_engine` with `tensorrt`.
+    """
+    folder = Path(directory)
+    manifest = _checked_manifest(folder)
+    scales = _scales(folder, manifest)
+    return open_engine(folder, manifest, kv_scales=scales, ordinal=device, uses_graphs=uses_graphs)
+
+
+def _checked_manifest(folder: Path) -> EngineManifest:
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    check_hops(folder, manifest)
+    return manifest
 
 
 def _load_reference(

@@ -119,7 +119,7 @@ class _Batches:
 
     def add(self, path: Path) -> list[Piece]:
         """Copy a file, cut where a folder is full."""
-        pieces = []
+        pieces: list[Piece] = []
         with path.open("rb") as stream:
             left = path.stat().st_size
             while left:
@@ -297,6 +297,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-kv-cache-capacity", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=32, help="[%(default)s]")
     parser.add_argument("--device", type=int, default=0, help="CUDA device [%(default)s]")
+    parser.add_argument("--commit", help="commit for the results [git rev-parse HEAD]")
     parser.add_argument("--skip-tests", action="store_true", help="only the end-to-end run")
     parser.add_argument(
         "--tests", nargs="+", default=["tests/gpu"], help="what pytest runs [tests/gpu]"

@@ -108,7 +108,7 @@ def test_the_table_travels_when_a_page_is_added(open_fake: Open) -> None:
 
 
 def test_each_bucket_is_captured_once(open_fake: Open, driver: FakeDriver) -> None:
-    executor, engine = open_fake()
+    executor, _ = open_fake()
     with Session(executor) as session:
         for _ in range(3):
             session.generate(PROMPTS, 6)
@@ -147,7 +147,7 @@ def test_a_failed_step_leaves_a_usable_executor(open_fake: Open) -> None:
     with Session(executor) as session:
         expected = session.generate([PROMPTS[0]], 4)
         engine.failing = 1
-        with pytest.raises(ExecutionError, match="TensorRT failed in a step of .*num_tokens=20"):
+        with pytest.raises(ExecutionError, match=r"TensorRT failed in a step of .*num_tokens=20"):
             session.generate([PROMPTS[0]], 4)
         assert session.generate([PROMPTS[0]], 4) == expected
 
@@ -158,7 +158,7 @@ def test_a_lost_device_ends_the_executor_by_name(open_fake: Open, driver: FakeDr
     driver.failing = {"cuStreamSynchronize": 2}
     with pytest.raises(ExecutionError, match="cuStreamSynchronize failed"):
         session.generate([PROMPTS[0]], 4)
-    with pytest.raises(ExecutionError, match="the device was lost in a step .*load the engine"):
+    with pytest.raises(ExecutionError, match=r"the device was lost in a step .*load the engine"):
         session.generate([PROMPTS[0]], 4)
     session.close()
     assert driver.blocks == {}
