@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu import matrix
 from gpu.decode_cases import Case, Inputs, allowed_error, make_inputs, truth_of
 from gpu.decode_device import Array, DecodeStep, Plan
 
@@ -129,8 +130,11 @@ def check_step(case: Case, inputs: Inputs) -> None:
         step = DecodeStep(case, inputs, plan)
         output = step.run().astype(np.float64)
         check_pools(step, truth)
+        matrix.note_equal("append", case)
         assert np.isfinite(output).all(), f"{plan}: not finite"
         check_error(output - truth[0], allowed, str(plan))
+        kernel = "decode_direct" if isinstance(plan, Direct) else "decode_split"
+        matrix.note_worst(kernel, case, output - truth[0], allowed)
 
 
 @pytest.mark.parametrize("case", TYPES + HEAD_DIMS + GROUPS + FEATURES + EXTREMES, ids=name_of)

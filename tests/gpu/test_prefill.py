@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu import matrix
 from gpu.decode_cases import Case, Inputs, make_inputs
 from gpu.prefill_device import Array, PrefillStep
 from gpu.prefill_reference import allowed_error, attend
@@ -117,6 +118,7 @@ def check_step(case: Case, inputs: Inputs, tile: PrefillTile | None = None) -> A
     assert np.isfinite(error).all(), f"not finite at {np.argwhere(~np.isfinite(error))[:3]}"
     worst = np.unravel_index((error - allowed).argmax(), error.shape)
     assert (error <= allowed).all(), f"{error[worst]} at {worst}, allowed {allowed[worst[0]]}"
+    matrix.note_worst("prefill", case, error, allowed)
     padding = output[inputs["query_start_offsets"][-1] :]
     assert not padding.astype(np.float32).any()
     return output
