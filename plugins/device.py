@@ -123,7 +123,7 @@ class Stream:
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
-        flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._stream: Any = check(driver.cuStreamCreate(flag), "cuStreamCreate")
         self.handle = int(self._stream)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from paged_trt.plugins import cuda
+from paged_trt.plugins import cuda, device
 from paged_trt.plugins.callback_errors import kept
 from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
@@ -96,10 +96,11 @@ class PagedAttentionPlugin(
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
         """The instance that one execution context runs; its kernels are loaded here.
 
-        RTX attaches during a build as well, and that may happen where there is no device.
+        RTX attaches during a build as well, and then there may be no device, or no context that
+        could hold a kernel.
         """
         copy = self.clone()
-        if cuda.driver_available():
+        if cuda.driver_available() and device.context_id():
             copy._arch = cuda.device_arch()
             copy._num_multiprocessors = cuda.multiprocessors()
             KERNELS.warm(warm_keys(copy._plan_request(_ANY_STEP)))

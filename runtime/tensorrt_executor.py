@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -69,6 +69,8 @@ class TensorRtExecutor:
         notes: what a report must say.
         lines: log of the runtime that made the engine.
         keep: what must outlive the engine, such as the runtime that made it.
+        make_context: from the engine and a profile to an execution context, None where TensorRT
+            refuses.
         uses_graphs: replay decode steps as CUDA graphs.
 
     Raises:
@@ -87,12 +89,16 @@ class TensorRtExecutor:
         notes: tuple[str, ...] = (),
         lines: LogLines | None = None,
         keep: object = None,
+        make_context: Callable[[Any, int], Any] = lambda engine, _: (
+            engine.create_execution_context()
+        ),
         uses_graphs: bool = True,
     ) -> None:
         scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
-        self._lines = lines or LogLines()
+        self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
+        self._make_context = make_context
         self._num_steps = 0
         self._problem: str | None = None
         with device.current(), contextlib.ExitStack() as undo:
@@ -228,7 +234,7 @@ class TensorRtExecutor:
 
     def _create_context(self, engine: Any, profile: int) -> Any:
         CALLBACK_ERRORS.clear()
-        context = engine.create_execution_context()
+        context = self._make_context(engine, profile)
         if context is None:
             raise self._error(
                 f"TensorRT made no execution context, {self._device.free_bytes():,} bytes of "

@@ -21,7 +21,7 @@ from paged_trt.plugins.load_check import check_engine_table, table_from_engine
 from paged_trt.plugins.manifest import PLAN_FILE, BuildRecord, EngineManifest
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec
-from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
+from paged_trt.runtime.tensorrt_executor import GENERATION_PROFILE, TensorRtExecutor
 
 _LOG: Final = logging.getLogger("paged_trt")
 _HOPPER: Final = "sm_90"
@@ -102,6 +102,7 @@ def open_engine(
         notes=(HOPPER_NOTE,) if is_rtx_on_hopper else (),
         lines=lines,
         keep=keep,
+        make_context=make_context,
         uses_graphs=uses_graphs,
     )
 
@@ -122,6 +123,28 @@ def warm_kernels(spec: EngineSpec, arch: str) -> None:
             step=StepShape(num_tokens=1, num_seqs=1, table_width=1),
         )
         KERNELS.warm(warm_keys(request))
+
+
+def make_context(engine: Any, profile: int) -> Any:
+    """An execution context; its profile is not chosen yet.
+
+    RTX compiles its kernels for each shape that it meets, by default in the background. Then a
+    CUDA graph could hold the slow kernels for good, and two equal steps could differ in their
+    last bits. Decode steps have few shapes: they wait for their own kernels. The token count of
+    a prefill step is rarely seen twice: it runs on the kernels that fit every shape.
+
+    Args:
+        engine: TensorRT engine.
+        profile: what the context is for.
+    """
+    strategies = getattr(trt.load(), "DynamicShapesKernelSpecializationStrategy", None)
+    if strategies is None:
+        return engine.create_execution_context()
+    config = engine.create_runtime_config()
+    config.dynamic_shapes_kernel_specialization_strategy = (
+        strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
+    )
+    return engine.create_execution_context(runtime_config=config)
 
 
 def _covers(capabilities: Sequence[str], arch: str) -> bool:
