@@ -194,17 +194,17 @@ class TensorRtExecutor:
     def _launch(self, inputs: StepInputs, step: StepShape) -> None:
         self._buffers.upload(inputs, self._stream)
         is_decode = step.num_tokens == step.num_seqs
-        context = self._contexts[GENERATION_PROFILE if is_decode else CONTEXT_PROFILE]
-        context.bind(self._buffers.bindings(step))
+        bound = self._contexts[GENERATION_PROFILE if is_decode else CONTEXT_PROFILE]
+        bound.bind(self._buffers.bindings(step))
 
         def execute() -> None:
             CALLBACK_ERRORS.clear()
-            if not context.execute(self._stream.handle):
+            if not bound.execute(self._stream.handle):
                 raise self._error(f"TensorRT failed in a step of {step}")
 
         if is_decode and self._uses_graphs:
             bucket = (step.num_seqs, step.table_width)
-            self._graphs.run(bucket, context.signature(), execute)
+            self._graphs.run(bucket, bound.signature(), execute)
         else:
             execute()
 

@@ -140,11 +140,11 @@ def make_context(engine: Any, profile: int) -> Any:
     strategies = getattr(trt.load(), "DynamicShapesKernelSpecializationStrategy", None)
     if strategies is None:
         return engine.create_execution_context()
-    config = engine.create_runtime_config()
-    config.dynamic_shapes_kernel_specialization_strategy = (
+    settings = engine.create_runtime_config()
+    settings.dynamic_shapes_kernel_specialization_strategy = (
         strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
     )
-    return engine.create_execution_context(runtime_config=config)
+    return engine.create_execution_context(runtime_config=settings)
 
 
 def _covers(capabilities: Sequence[str], arch: str) -> bool:
