@@ -29,6 +29,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from paged_trt.plugins.errors import PagedTrtError
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 LIST_FILE: Final = "wheels.json"
 MIB: Final = 1 << 20
@@ -282,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return _dispatch(options)
-    except (KitError, OSError) as error:
+    except (KitError, PagedTrtError, OSError) as error:
         sys.stderr.write(f"gpu_host: error: {error}\n")
         return 2
 

@@ -169,7 +169,8 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
             member = getattr(struct, field)
             text = f"{name}.{field}"
             lines.append(
-                f'static_assert(__builtin_offsetof({name}, {field}) == {member.offset}, "{text}");'
+                # NVRTC before 13.1 has neither offsetof nor __builtin_offsetof.
+                f'static_assert(__INTADDR__(&(({name}*)0)->{field}) == {member.offset}, "{text}");'
             )
             lines.append(
                 f'static_assert(sizeof((({name}*)0)->{field}) == {member.size}, "{text}");'
