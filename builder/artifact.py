@@ -6,38 +6,17 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
 
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.manifest import (
-    KV_SCALES_FILE,
+    ENGINE_FILES,
     MANIFEST_FILE,
-    MODEL_DATA_FILE,
-    MODEL_FILE,
-    PLAN_FILE,
+    TOKENIZER_FILES,
     EngineManifest,
     FileRecord,
     file_record,
-)
-
-TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-)
-"""Files beside a model that encode and decode its text and name its end token."""
-ENGINE_FILES: Final = (
-    MODEL_FILE,
-    MODEL_DATA_FILE,
-    PLAN_FILE,
-    KV_SCALES_FILE,
-    MANIFEST_FILE,
-    *TOKENIZER_FILES,
 )
 
 
@@ -59,6 +38,9 @@ def require_target(target: Path, *, force: bool) -> None:
         if target.is_dir() and not target.is_symlink()
         else [target.name]
     )
+    # A model's own folder holds nothing but names of ours, and is no engine either.
+    if not strangers and any(target.iterdir()) and not (target / MANIFEST_FILE).is_file():
+        strangers = [path.name for path in target.iterdir()]
     if strangers:
         raise ConfigError(
             f"{target} is no engine directory (it holds `{strangers[0]}`); "
@@ -66,11 +48,29 @@ def require_target(target: Path, *, force: bool) -> None:
         )
 
 
+def require_outside(target: Path, paths: Iterable[Path]) -> None:
+    """Check that replacing `target` loses nothing that the build reads or writes beside it.
+
+    Raises:
+        ConfigError: one of `paths` lies in `target`.
+    """
+    folder = target.resolve()
+    for path in paths:
+        if path.resolve().is_relative_to(folder):
+            raise ConfigError(
+                f"{path} lies in {target}, which this build replaces; pass another `-o`, or move "
+                "the file"
+            )
+
+
 @contextlib.contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
+def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield a fresh directory beside `target` that takes its place when the block ends.
 
     On any exception, Ctrl-C included, the fresh directory is removed and `target` stays.
+
+    Raises:
+        ConfigError: as `require_target`, of what came to `target` while the block ran.
     """
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -78,6 +78,8 @@ def staged_directory(target: Path) -> Iterator[Path]:
         staging.chmod(0o755)
         for path in staging.iterdir():
             _flush(path)
+        # A build takes minutes: another one may have finished here meanwhile.
+        require_target(target, force=force)
         _replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

@@ -9,13 +9,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final, TypeVar
 
 from paged_trt.builder.onnx.facts import ModelFacts
-from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, KV_CACHE_DTYPES, DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv import INT32_MAX, MAX_KV_CACHE_CAPACITY, KvPoolSpec
@@ -23,7 +19,6 @@ from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 
 AUTO: Final = "auto"
 """KV cache type of the model's own activations."""
-_MAX_SCALES_BYTES: Final = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,31 +87,6 @@ def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:
         ),
         reads_position_ids=facts.reads_position_ids,
     )
-
-
-def read_kv_scales(path: Path, layers: tuple[AttentionSpec, ...]) -> list[npt.NDArray[np.float32]]:
-    """Scales of a quantised pool, `[2, num_kv_heads]` float32 per layer: key row, value row.
-
-    Args:
-        path: a safetensors file with one float32 tensor `kv_scales.{i}` per layer.
-        layers: attention of each layer.
-
-    Raises:
-        ConfigError: the file cannot be read, or a tensor is missing, unknown, misshapen, of
-            another type, or not positive and finite.
-    """
-    tensors = _read_safetensors(Path(path))
-    names = [kv_scales_name(index) for index in range(len(layers))]
-    missing = [name for name in names if name not in tensors]
-    unknown = sorted(tensors.keys() - set(names))
-    if missing or unknown:
-        raise ConfigError(
-            f"`{path}` must hold {len(names)} tensors, {names[0]} to {names[-1]}; missing "
-            f"{missing[:3]}, unknown {unknown[:3]}; write one tensor per attention layer"
-        )
-    for name, layer in zip(names, layers, strict=True):
-        _check_scales(path, name, tensors[name], layer)
-    return [np.ascontiguousarray(tensors[name], np.float32) for name in names]
 
 
 def _require_count(name: str, value: object, minimum: int = 1) -> None:
@@ -199,37 +169,3 @@ def _choice(option: str, given: object, choices: frozenset[_Choice]) -> _Choice:
     names = ", ".join(sorted(choice.value for choice in choices))
     text = given.value if isinstance(given, enum.Enum) else given
     raise ConfigError(f"`{option}` must be one of {names}, got {text!r}")
-
-
-def _read_safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
-    import safetensors
-    import safetensors.numpy
-
-    if not path.is_file():
-        raise ConfigError(f"there is no file of KV scales at `{path}`; pass `--kv-scales FILE`")
-    if path.stat().st_size > _MAX_SCALES_BYTES:
-        raise ConfigError(
-            f"`{path}` has {path.stat().st_size} bytes and scales need fewer than "
-            f"{_MAX_SCALES_BYTES}; pass the file of the scales, not of the weights"
-        )
-    try:
-        return dict(safetensors.numpy.load_file(path))
-    except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"`{path}` is no safetensors file of float32 tensors ({error}); write it again"
-        ) from error
-
-
-def _check_scales(path: Path, name: str, scales: npt.NDArray[Any], layer: AttentionSpec) -> None:
-    expected = (2, layer.num_kv_heads)
-    if scales.dtype != np.float32 or scales.shape != expected:
-        raise ConfigError(
-            f"`{name}` in `{path}` must be float32 {list(expected)}, found {scales.dtype} "
-            f"{list(scales.shape)}; write one key row and one value row of all KV heads"
-        )
-    if not (np.isfinite(scales) & (scales > 0)).all():
-        odd = float(scales[~(np.isfinite(scales) & (scales > 0))][0])
-        raise ConfigError(
-            f"`{name}` in `{path}` holds {odd}, and scales must be positive and finite; "
-            "calibrate them again"
-        )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
 
 from paged_trt.builder import artifact
-from paged_trt.builder.config import BuildConfig, read_kv_scales, resolve
+from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.kv_scales import read_scales_file, require_scales
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
+from paged_trt.plugins.launch.plans import AUTO, AttentionPlan, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.manifest import (
     KV_SCALES_FILE,
@@ -101,13 +103,15 @@ def build_engine_directory(
     if request.target is None:
         raise ConfigError("an engine directory is needed; pass `-o ENGINE_DIR`")
     artifact.require_target(request.target, force=request.force)
+    files = (request.model, request.tokenizer, request.config.kv_scales, request.save_onnx)
+    artifact.require_outside(request.target, [path for path in files if path is not None])
     prepared = _prepare(request)
     if on_plan is not None:
         on_plan(prepared.plan)
     # TensorRT takes a second to load, and a dry run works without it.
     from paged_trt.builder.engine import build_plan
 
-    with artifact.staged_directory(request.target) as staging:
+    with artifact.staged_directory(request.target, force=request.force) as staging:
         spec = prepared.plan.spec
         model_path = save_model(prepared.model, staging)
         built = build_plan(model_path, spec, attention_plan=request.config.attention_plan)
@@ -146,7 +150,7 @@ class _Prepared:
 def _prepare(request: BuildRequest) -> _Prepared:
     """Everything that can go wrong without TensorRT, and the rewritten model."""
     config = request.config
-    parse_attention_plan(config.attention_plan or AUTO)
+    _explicit_plan(config)
     if request.save_onnx is not None:
         _require_onnx_target(request.save_onnx)
     tokenizer_files = artifact.tokenizer_sources(request.tokenizer, request.model)
@@ -154,17 +158,24 @@ def _prepare(request: BuildRequest) -> _Prepared:
     facts = survey(model)
     spec = resolve(config, facts)
     if spec.kv_cache_dtype.is_quantised and config.kv_scales is not None:
-        read_kv_scales(config.kv_scales, spec.layers)
+        scales = read_scales_file(config.kv_scales)
+        require_scales(scales, spec.layers, where=f"`{config.kv_scales}`")
     rewrite(model, facts=facts, spec=spec)
-    plan = _page_plan(spec, model, request.model.name, facts.dialect.value)
+    plan = _page_plan(spec, model, request, dialect=facts.dialect.value)
     return _Prepared(model=model, plan=plan, tokenizer_files=tokenizer_files)
 
 
-def _page_plan(spec: EngineSpec, model: ir.Model, name: str, dialect: str) -> PagePlan:
+def _explicit_plan(config: BuildConfig) -> AttentionPlan | None:
+    return parse_attention_plan(config.attention_plan or AUTO)
+
+
+def _page_plan(
+    spec: EngineSpec, model: ir.Model, request: BuildRequest, *, dialect: str
+) -> PagePlan:
     initializers = model.graph.initializers.values()
     return PagePlan(
         spec=spec,
-        model_name=name,
+        model_name=request.model.name,
         dialect=dialect,
         pool_bytes=spec.pool_bytes(),
         kv_bytes_per_token=sum(
@@ -173,13 +184,13 @@ def _page_plan(spec: EngineSpec, model: ir.Model, name: str, dialect: str) -> Pa
         * spec.kv_cache_dtype.itemsize,
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
-        workspace_bytes=max(_workspace_bytes(spec)),
+        workspace_bytes=max(_workspace_bytes(spec, _explicit_plan(request.config))),
     )
 
 
-def _workspace_bytes(spec: EngineSpec) -> list[int]:
+def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
     """Bound of each layer; TensorRT lets layers share one workspace."""
-    planner = PolicyPlanner(explicit=None)
+    planner = PolicyPlanner(explicit=explicit)
     step = StepShape(
         num_tokens=spec.max_token_rows,
         num_seqs=spec.pool.max_batch_size,
@@ -210,11 +221,9 @@ def _require_onnx_target(path: Path) -> None:
 def _save_onnx(staging: Path, path: Path) -> None:
     """Write the rewritten model with its data under the name that the user gave."""
     model = ir.load(staging / MODEL_FILE)
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        ir.save(model, temporary, external_data=f"{path.name}.data")
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        ir.save(model, Path(folder, path.name), external_data=f"{path.name}.data")
+        _require_onnx_target(path)
+        # The data first: a model file that is there can be read.
+        for written in sorted(Path(folder).iterdir(), reverse=True):
+            written.rename(path.with_name(written.name))

@@ -75,7 +75,9 @@ def _check_model(path: Path, manifest: EngineManifest) -> None:
     try:
         model = onnx.load(path, load_external_data=False)
     except (OSError, google.protobuf.message.DecodeError) as error:
-        raise ManifestError(f"{path} is no readable ONNX model: {error}") from error
+        raise ManifestError(
+            f"{path} is no readable ONNX model ({error}); rebuild the engine"
+        ) from error
     expected = {t.name: t for t in manifest.tensors}
     for value in (*model.graph.input, *model.graph.output):
         tensor = expected.get(value.name)
@@ -89,13 +91,21 @@ def _check_model(path: Path, manifest: EngineManifest) -> None:
         raise SpecMismatchError(f"{OP_TYPE} nodes", len(layers), len(nodes), where=MODEL_FILE)
     for node, layer in zip(nodes, layers, strict=True):
         where = f"{MODEL_FILE}, node `{node.name}`"
+        expected_node = OperatorSpec(pool=manifest.spec.pool, attention=layer)
+        expected_node.require_equal(_operator(node, where), where=where)
+
+
+def _operator(node: onnx.NodeProto, where: str) -> OperatorSpec:
+    try:
         fields = {
             attribute.name: onnx.helper.get_attribute_value(attribute)
             for attribute in node.attribute
             if attribute.name not in STRING_ATTRIBUTES
         }
-        expected_node = OperatorSpec(pool=manifest.spec.pool, attention=layer)
-        expected_node.require_equal(OperatorSpec.from_fields(fields, where=where), where=where)
+        return OperatorSpec.from_fields(fields, where=where)
+    # The user's options are not to blame for a number or type that no build writes.
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ManifestError(f"{where}: {error}; rebuild the engine") from error
 
 
 def _check_plan(path: Path, manifest: EngineManifest) -> None:
@@ -110,7 +120,7 @@ def _check_plan(path: Path, manifest: EngineManifest) -> None:
             start = plan.find(prefix)
             found = bytes(plan[start : start + len(name)]) if start >= 0 else b""
     except (OSError, ValueError) as error:
-        raise ManifestError(f"{path} is no readable plan: {error}") from error
+        raise ManifestError(f"{path} is no readable plan ({error}); rebuild the engine") from error
     if found != name:
         raise SpecMismatchError(
             "network name",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -22,6 +23,24 @@ PLAN_FILE: Final = "model.plan"
 MODEL_FILE: Final = "model.onnx"
 MODEL_DATA_FILE: Final = "model.onnx.data"
 KV_SCALES_FILE: Final = "kv_scales.safetensors"
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+"""Files beside a model that encode and decode its text and name its end token."""
+ENGINE_FILES: Final = (
+    MODEL_FILE,
+    MODEL_DATA_FILE,
+    PLAN_FILE,
+    KV_SCALES_FILE,
+    MANIFEST_FILE,
+    *TOKENIZER_FILES,
+)
+"""Every file that an engine directory may hold."""
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 
 Sha256 = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -170,8 +189,9 @@ def file_record(path: Path) -> FileRecord:
     """Hash and size of a file.
 
     Raises:
-        ManifestError: the file cannot be read.
+        ManifestError: the file cannot be read, or is no regular file.
     """
+    _require_regular(path)
     try:
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -181,6 +201,12 @@ def file_record(path: Path) -> FileRecord:
             f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
         ) from error
     return FileRecord(sha256=digest, size=size)
+
+
+def _require_regular(path: Path) -> None:
+    # A pipe or a device would be read for ever.
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ManifestError(f"{path} is no regular file; rebuild the engine with `paged-trt build`")
 
 
 def check_file(directory: Path, name: str, record: FileRecord) -> None:
@@ -228,17 +254,38 @@ def read_manifest(directory: Path) -> EngineManifest:
     return manifest
 
 
-def check_files(directory: Path, manifest: EngineManifest) -> None:
-    """Compare every file of an engine directory with the manifest.
+def check_files(
+    directory: Path, manifest: EngineManifest, *, names: Collection[str] | None = None
+) -> None:
+    """Compare the files of an engine directory with the manifest.
+
+    Args:
+        directory: an engine directory.
+        manifest: its manifest.
+        names: files that are going to be read; None for all of them.
 
     Raises:
-        ManifestError: a file is missing, truncated or another one.
+        ManifestError: a file is missing, truncated or another one, or the manifest leaves out
+            the plan or a file that would be read.
     """
+    if PLAN_FILE not in manifest.files:
+        raise ManifestError(
+            f"{directory / MANIFEST_FILE} lists no {PLAN_FILE}; rebuild with `paged-trt build`"
+        )
+    # What no hash covers is not read.
+    for name in ENGINE_FILES if names is None else names:
+        if name != MANIFEST_FILE and name not in manifest.files and (directory / name).exists():
+            raise ManifestError(
+                f"{directory / name} is not listed in {MANIFEST_FILE}; remove it, or rebuild with "
+                "it beside the model"
+            )
     for name, record in manifest.files.items():
-        check_file(directory, name, record)
+        if names is None or name in names:
+            check_file(directory, name, record)
 
 
 def _read_json(path: Path) -> Any:
+    _require_regular(path)
     try:
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:

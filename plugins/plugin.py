@@ -2,7 +2,8 @@
 
 Importing this module loads TensorRT. One class serves both routes; the input layout is data.
 TensorRT turns an exception in a callback into a bare failure, so every callback that may raise
-is `kept`, and the builder raises the kept exception as the cause of its own.
+is `kept`, and the builder raises the kept exception as the cause of its own. `clone`,
+`attach_to_context`, `get_capability_interface` and `supports_format_combination` must not raise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from paged_trt.plugins import cuda, device
-from paged_trt.plugins.callback_errors import kept
+from paged_trt.plugins.callback_errors import kept, kept_or, kept_where_watched
 from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
 from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
@@ -92,7 +93,6 @@ class PagedAttentionPlugin(
         copy.tactic = self.tactic
         return copy
 
-    @kept
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
         """The instance that one execution context runs; its kernels are loaded here.
 
@@ -100,11 +100,16 @@ class PagedAttentionPlugin(
         could hold a kernel.
         """
         copy = self.clone()
-        if cuda.driver_available() and device.context_id():
-            copy._arch = cuda.device_arch()
-            copy._num_multiprocessors = cuda.multiprocessors()
-            KERNELS.warm(warm_keys(copy._plan_request(_ANY_STEP)))
+        copy._load_kernels()
         return copy
+
+    # An exception in `attach_to_context` ends the process: whoever attaches looks for a kept one.
+    @kept_or(None)
+    def _load_kernels(self) -> None:
+        if cuda.driver_available() and device.context_id():
+            self._arch = cuda.device_arch()
+            self._num_multiprocessors = cuda.multiprocessors()
+            KERNELS.warm(warm_keys(self._plan_request(_ANY_STEP)))
 
     def get_aliased_input(self, output: int) -> int:
         """Input whose memory an output uses; must not raise: TensorRT would drop the alias."""
@@ -112,7 +117,15 @@ class PagedAttentionPlugin(
 
     @kept
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        """Activation type, then the pool type twice."""
+        """Activation type, then the pool type twice.
+
+        TensorRT asks while it parses, which makes this the place to refuse a type: a plugin
+        that supports no format later on ends the process (RTX 1.6.1 and 1.7.1).
+
+        Raises:
+            SpecMismatchError: an input has another type.
+        """
+        self._check_dtypes(input_types, f"{self._where()}, types of the model")
         return self._api_dtypes[-len(Output) :]
 
     @kept
@@ -130,7 +143,8 @@ class PagedAttentionPlugin(
         pools = [api.DimsExprs(inputs[operand]) for operand in ALIASES.values()]
         return [output, *pools]
 
-    @kept
+    # True keeps the build alive until the builder raises what was kept.
+    @kept_or(True)
     def supports_format_combination(
         self, position: int, descriptions: Sequence[Any], num_inputs: int
     ) -> bool:
@@ -150,7 +164,7 @@ class PagedAttentionPlugin(
         """
         for bound in ("min", "opt", "max"):
             where = f"{self._where()}, profile {bound}"
-            self._check_dtypes([item.desc for item in inputs], where)
+            self._check_dtypes([item.desc.type for item in inputs], where)
             dims = [tuple(getattr(item, bound)) for item in inputs]
             self._check_dims(dims, where)
 
@@ -162,7 +176,7 @@ class PagedAttentionPlugin(
             SpecMismatchError: an input differs from the spec.
         """
         where = f"{self._where()}, actual shape"
-        self._check_dtypes(inputs, where)
+        self._check_dtypes([item.type for item in inputs], where)
         step = self._check_dims([tuple(item.dims) for item in inputs], where)
         self._places = self._operand_places(step.num_seqs)
         self._launcher.set_shape(self._plan_request(step))
@@ -202,7 +216,7 @@ class PagedAttentionPlugin(
             ]
         )
 
-    @kept
+    @kept_where_watched
     def enqueue(
         self,
         input_desc: Sequence[Any],
@@ -269,10 +283,8 @@ class PagedAttentionPlugin(
     def _check_dims(self, dims: Sequence[Dims], where: str) -> StepShape:
         return check_input_dims(self.spec.layout, self.spec.operator, dims, where=where)
 
-    def _check_dtypes(self, descriptions: Sequence[Any], where: str) -> None:
-        for name, want, description in zip(
-            self.spec.layout.names, self._dtypes, descriptions, strict=False
-        ):
-            found = from_api_dtype(description.type)
+    def _check_dtypes(self, types: Sequence[Any], where: str) -> None:
+        for name, want, api_dtype in zip(self.spec.layout.names, self._dtypes, types, strict=False):
+            found = from_api_dtype(api_dtype)
             if found is not want:
                 raise SpecMismatchError(f"{name}.dtype", want.value, found.value, where=where)

@@ -34,12 +34,8 @@ from paged_trt.plugins import reference_body
 from paged_trt.plugins.dtypes import KV_CACHE_DTYPES, DType
 from paged_trt.plugins.errors import UnsupportedError
 
-DOMAIN: Final = "paged_trt"
-"""Domain of the function, and namespace of the plugin."""
-OP_TYPE: Final = "PagedAttention"
-"""Name of the function and of the plugin."""
 OPSET: Final = 1
-"""Opset version of `DOMAIN`."""
+"""Opset version of the function's domain."""
 INPUT_NAMES: Final = reference_body.INPUT_NAMES
 """Names of the function's inputs, in the order of the contract."""
 OUTPUT_NAMES: Final = reference_body.OUTPUT_NAMES

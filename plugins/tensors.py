@@ -135,6 +135,11 @@ class EngineSpec:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= INT32_MAX:
                 raise ConfigError(f"`{name}` must be a positive int32, got {value!r}")
+        if self.max_token_rows > INT32_MAX:
+            raise ConfigError(
+                f"max_num_tokens={self.max_num_tokens} makes steps of {self.max_token_rows} token "
+                f"rows, over int32's {INT32_MAX}; lower it"
+            )
         if self.max_input_len > self.pool.max_kv_cache_capacity:
             raise ConfigError(
                 f"max_input_len={self.max_input_len} is over "

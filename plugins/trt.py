@@ -217,9 +217,8 @@ def create_network(builder: Any) -> Any:
     if flavor() == "tensorrt_rtx":
         return builder.create_network(0)
     api = load()
-    # TensorRT 11 has only strongly typed networks and marks the flag as deprecated.
-    strongly_typed = getattr(api.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
+    # TensorRT 11 has only strongly typed networks; there the flag exists and does nothing.
+    return builder.create_network(1 << int(api.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
 @functools.cache

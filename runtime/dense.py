@@ -7,13 +7,14 @@ padding, so that it shares nothing with the code under test but the weights.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.runtime.dense_signature import CachePort, DenseSignature
 
 Array = npt.NDArray[Any]
@@ -32,7 +33,11 @@ class Decoder(Protocol):
         ...
 
     def step(self, token_ids: Array) -> Array:
-        """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
+        """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one.
+
+        Raises:
+            ExecutionError: onnxruntime failed.
+        """
         ...
 
 
@@ -81,11 +86,27 @@ def open_session(model: Path | bytes) -> Any:
             'onnxruntime is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # warnings about unused initializers are not the user's
+    # Errors are raised: onnxruntime need not print them as well.
+    options.log_severity_level = 4
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common public base
         raise UnsupportedError(f"onnxruntime cannot run {model!r} on a CPU: {error}") from error
+
+
+def run(method: Callable[..., Any], names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
+    """What a `run` method of an onnxruntime session gives.
+
+    Raises:
+        ExecutionError: onnxruntime failed.
+    """
+    try:
+        return method(names, feeds)
+    except Exception as error:  # onnxruntime's exceptions have no common public base
+        raise ExecutionError(
+            f"onnxruntime failed in a step of the model: {error}; pass the model that the engine "
+            "was built from"
+        ) from error
 
 
 class DenseDecoder:
@@ -120,7 +141,7 @@ class DenseDecoder:
         """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
         signature = self._signature
         names = [signature.logits, *(port.present for port in signature.caches)]
-        logits, *presents = self._session.run(names, self._feeds(token_ids))
+        logits, *presents = run(self._session.run, names, self._feeds(token_ids))
         for port, present in zip(signature.caches, presents, strict=True):
             self._caches[port.past] = present
         self._past_len += len(token_ids)

@@ -17,19 +17,20 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import SequenceError, UnsupportedError
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
 from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, pages_for_tokens
+from paged_trt.plugins.kv_scales import read_scales_file
 from paged_trt.plugins.manifest import KV_SCALES_FILE
-from paged_trt.plugins.reference import DOMAIN, OP_TYPE, paged_attention_function
+from paged_trt.plugins.operands import ALIASES, Operand
+from paged_trt.plugins.reference import paged_attention_function
 from paged_trt.plugins.tensors import INPUT_IDS, LOGITS, POSITION_IDS
+from paged_trt.runtime.dense import run
 
 Array = npt.NDArray[Any]
 Pool = tuple[str, tuple[int, ...], DType]
 """Output that holds a pool after the step, shape and element type."""
 
-# Positions of the op's inputs and outputs, in the order of the contract.
-_POOL_INPUTS, _POOL_OUTPUTS = (3, 4), (1, 2)
 _REMEDY = "pass the dense model that the engine was built from instead"
-_PAGE_TABLE, _QUERY_START_OFFSETS, _PAST_LENS, _KV_SCALES = 5, 6, 7, 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,9 @@ class PagedSignature:
 
 def paged_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """The PagedAttention nodes of a model; empty for a dense one."""
-    return [node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, OP_TYPE)]
+    return [
+        node for node in model.graph.node if (node.domain, node.op_type) == (OP_DOMAIN, OP_TYPE)
+    ]
 
 
 def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
@@ -68,18 +71,24 @@ def read_paged_signature(model: onnx.ModelProto) -> PagedSignature:
     nodes = paged_nodes(model)
     pools = {name: pool for node in nodes for name, pool in _node_pools(node, inputs).items()}
     first = nodes[0].input
-    scales = tuple(node.input[_KV_SCALES] for node in nodes if node.input[_KV_SCALES] in inputs)
+    scales = tuple(
+        node.input[Operand.KV_SCALES] for node in nodes if node.input[Operand.KV_SCALES] in inputs
+    )
     known = {INPUT_IDS, POSITION_IDS, *pools, *scales}
-    known |= {first[_PAGE_TABLE], first[_QUERY_START_OFFSETS], first[_PAST_LENS]}
+    known |= {
+        first[Operand.PAGE_TABLE],
+        first[Operand.QUERY_START_OFFSETS],
+        first[Operand.PAST_LENS],
+    }
     for name in inputs:
         if name not in known:
             raise UnsupportedError(
                 f"compare does not know what to feed to input `{name}` of a paged model; {_REMEDY}"
             )
     return PagedSignature(
-        page_table=first[_PAGE_TABLE],
-        query_start_offsets=first[_QUERY_START_OFFSETS],
-        past_lens=first[_PAST_LENS],
+        page_table=first[Operand.PAGE_TABLE],
+        query_start_offsets=first[Operand.QUERY_START_OFFSETS],
+        past_lens=first[Operand.PAST_LENS],
         pools=pools,
         scales=scales,
         reads_position_ids=POSITION_IDS in inputs,
@@ -90,7 +99,7 @@ def _node_pools(
     node: onnx.NodeProto, inputs: Mapping[str, onnx.TypeProto.Tensor]
 ) -> dict[str, Pool]:
     pools = {}
-    for source, target in zip(_POOL_INPUTS, _POOL_OUTPUTS, strict=True):
+    for target, source in ALIASES.items():
         name = node.input[source]
         dims = [dim.dim_value for dim in inputs[name].shape.dim] if name in inputs else []
         if len(dims) != 4 or not all(dims[1:]):
@@ -113,13 +122,13 @@ def add_missing_functions(model: onnx.ModelProto) -> bool:
     inputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
     changed = False
     for node in paged_nodes(model):
-        if (DOMAIN, OP_TYPE, node.overload) in present:
+        if (OP_DOMAIN, OP_TYPE, node.overload) in present:
             continue
-        function = paged_attention_function(DType.from_onnx(inputs[node.input[_POOL_INPUTS[0]]]))
+        function = paged_attention_function(DType.from_onnx(inputs[node.input[Operand.KEY_POOL]]))
         node.overload = function.overload
-        if (DOMAIN, OP_TYPE, node.overload) not in present:
+        if (OP_DOMAIN, OP_TYPE, node.overload) not in present:
             model.functions.append(function)
-            present.add((DOMAIN, OP_TYPE, node.overload))
+            present.add((OP_DOMAIN, OP_TYPE, node.overload))
         changed = True
     return changed
 
@@ -128,15 +137,13 @@ def load_scales(folder: Path, signature: PagedSignature) -> dict[str, Array]:
     """Scales of a quantised pool, from the file beside the model.
 
     Raises:
+        ConfigError: the file is damaged.
         UnsupportedError: the model needs scales and the file does not hold them.
     """
     if not signature.scales:
         return {}
-    # Imported here: only quantised pools have such a file.
-    from safetensors.numpy import load_file
-
     path = folder / KV_SCALES_FILE
-    scales: dict[str, Array] = load_file(path) if path.is_file() else {}
+    scales = read_scales_file(path) if path.is_file() else {}
     for name in signature.scales:
         if name not in scales:
             raise UnsupportedError(
@@ -195,7 +202,8 @@ class IdentityPagesDecoder:
     def step(self, token_ids: Array) -> Array:
         """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
         names = [output for output, _, _ in self._signature.pools.values()]
-        logits, *pools = self._session.run_with_ort_values([LOGITS, *names], self._feeds(token_ids))
+        run_values = self._session.run_with_ort_values
+        logits, *pools = run(run_values, [LOGITS, *names], self._feeds(token_ids))
         self._pools = dict(zip(self._signature.pools, pools, strict=True))
         self._past_len += len(token_ids)
         rows = logits.numpy()

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one per (N, M) bucket, captured at the bucket's second step."""
+"""CUDA graphs of decode steps: one per (N, M) bucket, captured after the bucket's first step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Bucket = tuple[int, int]
 _LOG = logging.getLogger("paged_trt")
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
     signature: Hashable
-    graph: Graph | None = None
-    has_failed: bool = False
+    graph: Graph | None
 
 
 class DecodeGraphs:
     """Replays the work of a bucket.
 
-    The first step of a bucket runs eagerly, because TensorRT may compile or allocate in it. The
-    second is captured and replayed, and so are all later ones. A graph that cannot be captured,
-    and bindings that are not those of the graph, fall back to eager steps, which are counted.
+    The first step of a bucket runs eagerly, because TensorRT may compile or allocate in it. Its
+    work is captured right after it, before anything of the context changes, and replayed from
+    the second step on. A graph that could not be captured, and bindings that are not those of
+    the graph, fall back to eager steps, which are counted.
 
     Args:
         stream: where everything runs.
@@ -58,15 +58,13 @@ class DecodeGraphs:
         entry = self._entries.get(bucket)
         if entry is None:
             execute()
-            self._entries[bucket] = _Entry(signature)
-            return
-        if entry.signature != signature or not self._has_graph(entry, bucket, execute):
+            self._entries[bucket] = _Entry(signature, self._capture(bucket, execute))
+        elif entry.graph is None or entry.signature != signature:
             self.num_fallbacks += 1
             execute()
-            return
-        assert entry.graph is not None  # noqa: S101 - `_has_graph` says so
-        self._stream.launch(entry.graph)
-        self.num_replays += 1
+        else:
+            self._stream.launch(entry.graph)
+            self.num_replays += 1
 
     def close(self) -> None:
         """Destroy the graphs; a second call does nothing."""
@@ -75,16 +73,15 @@ class DecodeGraphs:
             if entry.graph is not None:
                 entry.graph.close()
 
-    def _has_graph(self, entry: _Entry, bucket: Bucket, execute: Callable[[], None]) -> bool:
-        if entry.graph is None and not entry.has_failed:
-            try:
-                entry.graph = self._stream.capture(execute)
-                self.num_captures += 1
-            except ExecutionError as error:
-                entry.has_failed = True
-                _LOG.warning(
-                    "decode steps of %d sequences and %d pages run without a CUDA graph: %s",
-                    *bucket,
-                    error,
-                )
-        return entry.graph is not None
+    def _capture(self, bucket: Bucket, execute: Callable[[], None]) -> Graph | None:
+        try:
+            graph = self._stream.capture(execute)
+        except ExecutionError as error:
+            _LOG.warning(
+                "decode steps of %d sequences and %d pages run without a CUDA graph: %s",
+                *bucket,
+                error,
+            )
+            return None
+        self.num_captures += 1
+        return graph

@@ -52,7 +52,7 @@ class ReferenceExecutor:
         UnsupportedError: onnxruntime is not installed or cannot run the model.
         SpecMismatchError: a tensor of the model differs from the tensor table.
         ManifestError: the model cannot be read, weights lie outside its directory, or
-            scales are missing or misshapen.
+            scales are missing, unknown, misshapen or no positive numbers.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
+from paged_trt.plugins.onnx_tensors import model_tensors
 from paged_trt.plugins.tensors import EngineSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def open_reference_model(path: Path, spec: EngineSpec) -> ReferenceModel:
 def _check_locations(path: Path, model: onnx.ModelProto) -> None:
     """External data must be files of the model's own directory, which the manifest covers."""
     folder = path.parent.resolve()
-    for tensor in _tensors(model):
+    for tensor in model_tensors(model):
         for entry in tensor.external_data:
             if entry.key != "location":
                 continue
@@ -99,25 +100,6 @@ def _check_locations(path: Path, model: onnx.ModelProto) -> None:
                     f"{path}: {target.name} holds the data of `{tensor.name}` and does not "
                     "exist; copy it too, or rebuild with `paged-trt build`"
                 )
-
-
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of the graph, its subgraphs and the functions."""
-    yield from model.graph.initializer
-    yield from _node_tensors(model.graph.node)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-
-
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from subgraph.initializer
-                yield from _node_tensors(subgraph.node)
 
 
 def _check_interface(path: Path, graph: onnx.GraphProto, spec: EngineSpec) -> None:

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from paged_trt.plugins.fields import OP_DOMAIN
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
+from paged_trt.plugins.operands import ALIASES
 
 _TYPE_ATTRIBUTES: Final = frozenset({"to", "dtype", "output_dtype"})
 """Attributes of standard operators whose integer is an element type."""
@@ -20,16 +21,24 @@ def upcast_bfloat16(model: ir.Model) -> None:
     The function of PagedAttention takes float32 activations with bfloat16 pools, so keys and
     values are rounded as they are on a device.
     """
-    pools = {
-        value
-        for value in (*model.graph.inputs, *model.graph.outputs)
-        if value.name is not None and value.name.startswith(("key_pool", "value_pool"))
-    }
+    pools = _pools(model.graph)
     _upcast_values([*model.graph.inputs, *model.graph.outputs], keep=pools)
     _upcast_graph(model.graph, keep=pools)
     for function in model.functions.values():
         if function.domain != OP_DOMAIN:
             _upcast_nodes(function, keep=pools)
+
+
+def _pools(graph: ir.Graph) -> set[ir.Value]:
+    """Pools of all PagedAttention nodes, by their place: a user's model names them at will."""
+    nodes = [node for node in graph if (node.domain, node.op_type) == (OP_DOMAIN, OP_TYPE)]
+    pools = [
+        value
+        for node in nodes
+        for output, operand in ALIASES.items()
+        for value in (node.inputs[operand], node.outputs[output])
+    ]
+    return {value for value in pools if value is not None}
 
 
 def _upcast_graph(graph: ir.Graph, *, keep: set[ir.Value]) -> None:

@@ -18,7 +18,7 @@ from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs
-from paged_trt.runtime.graph import DecodeGraphs
+from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.pool import DeviceArena, allocate_pools
 
@@ -41,7 +41,8 @@ class ExecutorStats:
         table_copies: host-to-device copies of the page table.
         output_copies: device-to-host copies, one per step.
         allocations: device and page-locked allocations; all are made at load.
-        device_bytes: device memory of pools and step buffers, without TensorRT's own.
+        device_bytes: device memory of pools, step buffers and activations, without weights.
+        contexts: execution contexts, one for prefill and one for each bucket of decode steps.
     """
 
     steps: int
@@ -53,6 +54,7 @@ class ExecutorStats:
     output_copies: int
     allocations: int
     device_bytes: int
+    contexts: int
 
 
 class TensorRtExecutor:
@@ -69,8 +71,8 @@ class TensorRtExecutor:
         notes: what a report must say.
         lines: log of the runtime that made the engine.
         keep: what must outlive the engine, such as the runtime that made it.
-        make_context: from the engine and a profile to an execution context, None where TensorRT
-            refuses.
+        make_context: from the engine and a profile to an execution context without memory of
+            its own, None where TensorRT refuses.
         uses_graphs: replay decode steps as CUDA graphs.
 
     Raises:
@@ -106,16 +108,18 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            fixed = self._fixed_bindings(scales)
+            self._fixed = self._fixed_bindings(scales)
             self._buffers = StepBuffers(self._arena, spec)
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
-            self._contexts = [
-                BoundContext(self._create_context(engine, profile), fixed)
-                for profile in (CONTEXT_PROFILE, GENERATION_PROFILE)
-            ]
             self._engine: Any = engine
             self._keep = keep
+            # One block for all contexts: they run one after the other on one stream.
+            self._scratch_bytes = max(1, int(engine.device_memory_size_v2))
+            self._scratch = self._arena.allocate(self._scratch_bytes, "TensorRT's activations")
+            self._context_profile = self._create_context(CONTEXT_PROFILE)
+            # A graph is good only as long as its context stays as it was: one for each bucket.
+            self._generation: dict[Bucket, BoundContext] = {}
             self._undo: contextlib.ExitStack | None = undo.pop_all()
 
     @property
@@ -150,6 +154,7 @@ class TensorRtExecutor:
             output_copies=self._num_steps,
             allocations=self._arena.num_allocations,
             device_bytes=self._arena.num_bytes,
+            contexts=1 + len(self._generation),
         )
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
@@ -188,25 +193,33 @@ class TensorRtExecutor:
                 self._stream.synchronize()
             self._graphs.close()
             # Contexts before their engine, and both before the memory that they point to.
-            self._contexts = []
+            self._generation.clear()
+            del self._context_profile
             self._engine = None
 
     def _launch(self, inputs: StepInputs, step: StepShape) -> None:
         self._buffers.upload(inputs, self._stream)
         is_decode = step.num_tokens == step.num_seqs
-        bound = self._contexts[GENERATION_PROFILE if is_decode else CONTEXT_PROFILE]
+        bucket = (step.num_seqs, step.table_width)
+        bound = self._decode_context(bucket) if is_decode else self._context_profile
         bound.bind(self._buffers.bindings(step))
 
         def execute() -> None:
-            CALLBACK_ERRORS.clear()
-            if not bound.execute(self._stream.handle):
+            with CALLBACK_ERRORS.watched():
+                is_done = bound.execute(self._stream.handle)
+            if not is_done or CALLBACK_ERRORS.first is not None:
                 raise self._error(f"TensorRT failed in a step of {step}")
 
         if is_decode and self._uses_graphs:
-            bucket = (step.num_seqs, step.table_width)
             self._graphs.run(bucket, bound.signature(), execute)
         else:
             execute()
+
+    def _decode_context(self, bucket: Bucket) -> BoundContext:
+        bound = self._generation.get(bucket)
+        if bound is None:
+            bound = self._generation[bucket] = self._create_context(GENERATION_PROFILE)
+        return bound
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: an idle stream, or the end of this executor."""
@@ -232,9 +245,9 @@ class TensorRtExecutor:
             fixed[name] = (address, array.shape)
         return fixed
 
-    def _create_context(self, engine: Any, profile: int) -> Any:
+    def _create_context(self, profile: int) -> BoundContext:
         CALLBACK_ERRORS.clear()
-        context = self._make_context(engine, profile)
+        context = self._make_context(self._engine, profile)
         if context is None:
             raise self._error(
                 f"TensorRT made no execution context, {self._device.free_bytes():,} bytes of "
@@ -245,7 +258,8 @@ class TensorRtExecutor:
             if not context.set_optimization_profile_async(profile, self._stream.handle):
                 raise self._error(f"TensorRT refused profile {profile}")
             self._stream.synchronize()
-        return context
+        context.set_device_memory(self._scratch, self._scratch_bytes)
+        return BoundContext(context, self._fixed)
 
     def _error(self, problem: str) -> ExecutionError:
         cause = CALLBACK_ERRORS.first

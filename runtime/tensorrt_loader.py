@@ -126,7 +126,7 @@ def warm_kernels(spec: EngineSpec, arch: str) -> None:
 
 
 def make_context(engine: Any, profile: int) -> Any:
-    """An execution context; its profile is not chosen yet.
+    """An execution context without memory of its own; its profile is not chosen yet.
 
     RTX compiles its kernels for each shape that it meets, by default in the background. Then a
     CUDA graph could hold the slow kernels for good, and two equal steps could differ in their
@@ -137,13 +137,16 @@ def make_context(engine: Any, profile: int) -> Any:
         engine: TensorRT engine.
         profile: what the context is for.
     """
-    strategies = getattr(trt.load(), "DynamicShapesKernelSpecializationStrategy", None)
-    if strategies is None:
-        return engine.create_execution_context()
+    api = trt.load()
     settings = engine.create_runtime_config()
-    settings.dynamic_shapes_kernel_specialization_strategy = (
-        strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
+    settings.set_execution_context_allocation_strategy(
+        api.ExecutionContextAllocationStrategy.USER_MANAGED
     )
+    strategies = getattr(api, "DynamicShapesKernelSpecializationStrategy", None)
+    if strategies is not None:
+        settings.dynamic_shapes_kernel_specialization_strategy = (
+            strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
+        )
     return engine.create_execution_context(runtime_config=settings)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from paged_trt.builder.config import BuildConfig
 from paged_trt.builder.pipeline import BuildRequest, PagePlan, build_engine_directory, plan_build
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.scripts.cli import configure_logging
+from paged_trt.scripts.cli import configure_logging, plain
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
 
@@ -141,5 +141,6 @@ def page_plan_table(plan: PagePlan) -> Table:
         ("bytes, sum", f"{plan.total_bytes:,}"),
     ]
     for row in rows:
-        table.add_row(*row)
+        # Text, not markup: a file's name may hold brackets.
+        table.add_row(*map(plain, row))
     return table

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import io
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 import click
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 
@@ -19,6 +24,8 @@ COMMANDS = ("build", "inspect", "run", "compare", "bench")
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+"""As a shell reports SIGPIPE: click's own 1 would say that a comparison failed."""
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -75,16 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0 ok, 1 a comparison failed, 2 usage, configuration or rewrite, 3 build,
-        kernel or out of pages, 4 manifest or mismatch, 130 interrupted.
+        kernel or out of pages, 4 manifest or mismatch, 130 interrupted, 141 nobody reads the
+        output any more.
     """
+    _prepare_process()
     try:
         configure_logging(_log_level())
         result = cli.main(arguments, prog_name="paged-trt", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+    except SystemExit:
+        # Only click raises it here, for a pipe that was closed; its output is silenced by now.
+        return EXIT_BROKEN_PIPE
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE
@@ -101,11 +111,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("out of host memory; use a smaller model or pool", EXIT_INPUT_OUTPUT)
 
 
+def _prepare_process() -> None:
+    """Let no character that a terminal cannot show, and no polite signal, end in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # A handler that is set already, such as nohup's, stays.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Stop as Ctrl-C does: a build that is told to end leaves nothing half-written either."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def _fail(message: str, code: int, *, cause: BaseException | None = None) -> int:
-    click.echo(f"paged-trt: error: {message}", err=True)
-    if isinstance(cause, PagedTrtError):
-        click.echo(f"  because: {cause}", err=True)
+    click.echo(f"paged-trt: error: {_printable(message)}", err=True)
+    if isinstance(cause, PagedTrtError) and str(cause) not in message:
+        click.echo(f"  because: {_printable(str(cause))}", err=True)
     return code
+
+
+def plain(text: object) -> Text:
+    """A cell of a table that shows `text` as it is: no markup, no control characters."""
+    return Text(_printable(str(text)))
+
+
+def _printable(text: str) -> str:
+    """Text whose control characters do nothing: names in a model may hold any."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else ascii(character)[1:-1]
+        for character in text
+    )
 
 
 if __name__ == "__main__":

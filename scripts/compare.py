@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import click
@@ -16,6 +14,8 @@ from rich.text import Text
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.comparison import SequenceResult
+from paged_trt.runtime.engine import EXECUTORS
+from paged_trt.scripts.files import write_text
 from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 
 EXIT_DIFFERENT = 1
@@ -36,7 +36,7 @@ def _parse_prompt_lens(
 @click.argument("engine_dir", type=click.Path(path_type=Path))
 @click.option(
     "--executor",
-    type=click.Choice(["auto", "tensorrt", "reference"]),
+    type=click.Choice(EXECUTORS),
     default="auto",
     show_default=True,
     help="What runs the engine; auto is TensorRT where there is a GPU.",
@@ -163,22 +163,12 @@ def show(report: ComparisonReport, console: Console) -> None:
 
 
 def write_json(report: ComparisonReport, path: Path) -> None:
-    """Write the report beside its place, then rename: a reader never sees half of it.
+    """Write the report as JSON.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent, text=True)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        # mkstemp lets nobody else read it; a report is no secret.
-        Path(staged).chmod(0o644)
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def _table(report: ComparisonReport) -> Table:

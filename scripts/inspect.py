@@ -12,6 +12,7 @@ from rich.table import Table
 
 from paged_trt.plugins.hops import Hop, check_hops
 from paged_trt.plugins.manifest import EngineManifest, check_files, read_manifest
+from paged_trt.scripts.cli import plain
 
 
 @click.command(name="inspect")
@@ -68,7 +69,7 @@ def _summary(manifest: EngineManifest) -> Table:
         ("source", f"{manifest.source.name} ({manifest.source.dialect})"),
         ("made by", manifest.created_by),
     ):
-        table.add_row(name, str(value))
+        table.add_row(name, plain(value))
     return table
 
 
@@ -104,11 +105,11 @@ def _tensors(manifest: EngineManifest) -> Table:
         table.add_column(name)
     for tensor in manifest.tensors:
         table.add_row(
-            tensor.name,
+            plain(tensor.name),
             tensor.role.value,
             tensor.dtype.value,
-            " x ".join(map(str, tensor.dims)),
-            tensor.alias_of or "",
+            plain(" x ".join(map(str, tensor.dims))),
+            plain(tensor.alias_of or ""),
         )
     return table
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paged_trt.plugins.errors import ConfigError, SequenceError
-from paged_trt.runtime.tokenizer import Tokenizer
-
-TOKENIZER_FILE = "tokenizer.json"
+from paged_trt.plugins.manifest import TOKENIZER_FILES, check_files, read_manifest
+from paged_trt.runtime.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +25,13 @@ class Prompt:
 
 
 def open_tokenizer(engine_dir: Path) -> Tokenizer | None:
-    """The engine directory's tokenizer; None where it was built without one."""
+    """The engine directory's tokenizer; None where it was built without one.
+
+    Raises:
+        ManifestError: the directory is no engine, or a file is not the one that was built.
+    """
+    # The hashes of weights and plan wait until the prompts are known to be readable.
+    check_files(engine_dir, read_manifest(engine_dir), names=TOKENIZER_FILES)
     return Tokenizer(engine_dir) if (engine_dir / TOKENIZER_FILE).is_file() else None
 
 
@@ -72,6 +77,11 @@ def _encode(tokenizer: Tokenizer | None, text: str, *, chat: bool) -> tuple[int,
         raise ConfigError(
             "the engine directory has no tokenizer, so text cannot be read; pass `--input-ids`, "
             "or build the engine with `--tokenizer PATH`"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise SequenceError(
+            f"the prompt {text!r} holds bytes that are no UTF-8 text; encode it as UTF-8, or pass "
+            "`--input-ids`"
         )
     if chat:
         rendered = tokenizer.chat_prompt([{"role": "user", "content": text}])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.runtime.engine import load_engine
+from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.session import Generation, Session
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
-
-EXECUTORS = ("auto", "tensorrt", "reference")
 
 
 @click.command(name="run")
@@ -57,35 +59,85 @@ def command(
         notes.print(f"executor: {engine.name}", style="dim")
         for note in engine.notes:
             notes.print(f"note: {note}", style="dim")
-        streamed = len(prompts) == 1 and not as_json
-        stream = _Streamer(tokenizer) if streamed else None
-        generations = session.generate(
-            [prompt.token_ids for prompt in prompts], max_new_tokens, on_token=stream
-        )
-    if stream is not None:
-        click.echo(stream.finish())
-    elif as_json:
+        stream = None if as_json else _stream(prompts, tokenizer)
+        with stream or contextlib.nullcontext():
+            generations = session.generate(
+                [prompt.token_ids for prompt in prompts], max_new_tokens, on_token=stream
+            )
+    if as_json:
         click.echo(json.dumps(_report(prompts, generations, tokenizer, engine.name), indent=2))
-    else:
+    elif isinstance(stream, _BatchStream):
         _show(prompts, generations, tokenizer)
 
 
-class _Streamer:
-    """Writes text, or ids without a tokenizer, as it comes."""
+class _Text:
+    """Text of one sequence as its tokens come; ids where there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._text = tokenizer.stream() if tokenizer else None
+        self._stream = tokenizer.stream() if tokenizer else None
         self._separator = ""
 
-    def __call__(self, index: int, token: int) -> None:
-        if self._text is not None:
-            click.echo(self._text.push(token), nl=False)
-        else:
-            click.echo(f"{self._separator}{token}", nl=False)
-            self._separator = ","
+    def push(self, token: int) -> str:
+        """What `token` adds."""
+        if self._stream is not None:
+            return self._stream.push(token)
+        piece = f"{self._separator}{token}"
+        self._separator = ","
+        return piece
 
     def finish(self) -> str:
-        return self._text.finish() if self._text else ""
+        """What an incomplete character at the end adds."""
+        return self._stream.finish() if self._stream else ""
+
+
+class _OneStream:
+    """Writes the text of a single sequence as it comes."""
+
+    def __init__(self, text: _Text) -> None:
+        self._text = text
+
+    def __call__(self, index: int, token: int) -> None:
+        click.echo(self._text.push(token), nl=False)
+
+    def __enter__(self) -> _OneStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # After an interrupt too: the shell's prompt starts on a line of its own.
+        click.echo(self._text.finish())
+
+
+class _BatchStream:
+    """Shows all sequences of a batch growing, on a terminal; silent where there is none."""
+
+    def __init__(self, prompts: list[Prompt], tokenizer: Tokenizer | None) -> None:
+        self._labels = [prompt.label for prompt in prompts]
+        self._streams = [_Text(tokenizer) for _ in prompts]
+        self._texts = ["" for _ in prompts]
+        self._live = Live(console=Console(), transient=True, auto_refresh=False)
+
+    def __call__(self, index: int, token: int) -> None:
+        self._texts[index] += self._streams[index].push(token)
+        table = Table(show_header=False, box=None)
+        for label, text in zip(self._labels, self._texts, strict=True):
+            table.add_row(Text(label, style="bold"), Text(text.strip()))
+        self._live.update(table, refresh=self._live.console.is_terminal)
+
+    def __enter__(self) -> _BatchStream:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._live.console.is_terminal:
+            # Live prints what it shows last where it cannot redraw; the caller prints it too.
+            self._live.update("")
+        self._live.stop()
+
+
+def _stream(prompts: list[Prompt], tokenizer: Tokenizer | None) -> _OneStream | _BatchStream:
+    if len(prompts) == 1:
+        return _OneStream(_Text(tokenizer))
+    return _BatchStream(prompts, tokenizer)
 
 
 def _text(generation: Generation, tokenizer: Tokenizer | None) -> str:

@@ -31,10 +31,11 @@ class FakeEngine:
         self.failing = 0
         self.uncapturable = False
         self.unbindable: set[str] = set()
-        self.max_contexts = 2
+        self.max_contexts = 100
+        self.device_memory_size_v2 = 1000
 
     def create_execution_context(self) -> FakeContext | None:
-        if len(self.contexts) == self.max_contexts:
+        if len(self.contexts) >= self.max_contexts:
             return None
         # As in TensorRT: the first context has profile 0, others have none.
         self.contexts.append(FakeContext(self, -1 if self.contexts else 0))
@@ -49,6 +50,12 @@ class FakeContext:
         self.addresses: dict[str, int] = {}
         self.executions = 0
         self.set_calls = 0
+        self.scratch = 0
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert self.engine.driver.blocks[address]
+        assert size == self.engine.device_memory_size_v2
+        self.scratch = address
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.active_optimization_profile = profile
@@ -67,6 +74,7 @@ class FakeContext:
     def execute_async_v3(self, stream: int) -> bool:
         driver = self.engine.driver
         assert driver.pushed == 1
+        assert self.scratch
         if self.engine.failing:
             self.engine.failing -= 1
             return False
@@ -75,7 +83,7 @@ class FakeContext:
         self._check_pools()
         dims, addresses = dict(self.dims), dict(self.addresses)
         driver.perform(lambda: self._run(dims, addresses))
-        self.executions += 1
+        self.executions += driver.recording is None
         return True
 
     def _check_pools(self) -> None:

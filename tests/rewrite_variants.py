@@ -102,6 +102,24 @@ def additive_mask(hidden: float) -> Change:
     return change
 
 
+def mask_cut_to_the_keys(model: ir.Model) -> None:
+    """The mask sliced by the length of a layer's keys, and hidden states reshaped by their own."""
+    first = attention_nodes(model)[0]
+    present = first.inputs[1]
+    while present.producer().op_type != "Concat":
+        present = present.producer().inputs[0]
+    mask = first.inputs[3]
+    shape = add(model, "Shape", [present], {"start": 2, "end": 3})
+    start, axis = (constant(model, f"variant_{i}", np.array([i], np.int64)) for i in (0, 3))
+    cut = add(model, "Slice", [mask, start, shape, axis])
+    for node in attention_nodes(model):
+        set_input(node, 3, cut)
+    head = model.graph.outputs[0].producer()
+    hidden = head.inputs[0]
+    set_input(head, 0, add(model, "Reshape", [hidden, add(model, "Shape", [hidden])]))
+    model.graph.sort()
+
+
 def three_dimensional(model: ir.Model) -> None:
     """Query, key, value and output of Attention as `[batch, tokens, heads * size]`."""
     flat = constant(model, "variant_flat", np.array([0, 0, -1], np.int64))
@@ -188,3 +206,14 @@ def scaled_logits(model: ir.Model) -> None:
     result.type, result.shape = logits.type, logits.shape
     logits.name, result.name = "variant_raw_logits", "logits"
     model.graph.outputs[0] = result
+
+
+def hidden(model: ir.Model) -> ir.Value:
+    """What the LM head reads, `[1, tokens, 128]`."""
+    found = model.graph.outputs[0].producer().inputs[0]
+    assert found is not None
+    return found
+
+
+def replace_hidden(model: ir.Model, value: ir.Value) -> None:
+    set_input(model.graph.outputs[0].producer(), 0, value)

@@ -15,6 +15,7 @@ from typing import Final
 
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.facts import IndexKind, LayerMatch, Layout, PositionLimit
 from paged_trt.builder.onnx.graph import (
     NodeSchema,
@@ -28,7 +29,7 @@ from paged_trt.builder.onnx.graph import (
 )
 from paged_trt.builder.onnx.lengths import recognise
 from paged_trt.builder.onnx.mask import SMALL_STEPS
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, steps_of
+from paged_trt.builder.onnx.probe import Probe, steps_of
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.errors import OnnxRewriteError
 

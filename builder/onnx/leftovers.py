@@ -12,7 +12,7 @@ from typing import Final
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.facts import IndexKind, IndexValue, LayerMatch
-from paged_trt.builder.onnx.graph import node_name, value_name
+from paged_trt.builder.onnx.graph import EXPORT_COMMAND, node_name, value_name
 from paged_trt.builder.onnx.lengths import recognise
 from paged_trt.builder.onnx.probe import ATTENTION_MASK, Probe
 from paged_trt.plugins.errors import OnnxRewriteError
@@ -99,6 +99,22 @@ def _read_outside_attention(node: ir.Node | None, read: ir.Value) -> OnnxRewrite
     )
 
 
+def _is_spelt_out_attention(node: ir.Node, probe: Probe) -> bool:
+    """Whether `node` is the second product of attention in primitive nodes."""
+    if node.op_type != "MatMul" or any(
+        value is None or probe.depends_on_lengths_only(value) for value in node.inputs
+    ):
+        return False
+    value = node.inputs[0]
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type == "Softmax":
+            return True
+        if producer.op_type not in {"Cast", "Identity", "Dropout", "Where"}:
+            return False
+        value = producer.inputs[1 if producer.op_type == "Where" else 0]
+    return False
+
+
 def _check_mixing(node: ir.Node, probe: Probe) -> None:
     output = node.outputs[0]
     is_index = probe.depends_on_lengths_only(output)
@@ -107,6 +123,12 @@ def _check_mixing(node: ir.Node, probe: Probe) -> None:
         # A constant or a count of tokens is no matter; the largest position of a step is.
         found = recognise(probe, output)
         mixes = found is None or found.kind is IndexKind.POSITIONS
+    if _is_spelt_out_attention(node, probe):
+        raise OnnxRewriteError(
+            node_name(node),
+            "it weighs tokens by a Softmax: this attention is spelt out, and has no KV cache here",
+            EXPORT_COMMAND,
+        )
     if mixes:
         raise OnnxRewriteError(
             node_name(node),

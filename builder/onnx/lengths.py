@@ -13,9 +13,10 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.facts import IndexKind, IndexValue
 from paged_trt.builder.onnx.graph import Array
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step, steps_of
+from paged_trt.builder.onnx.probe import Probe, Step, steps_of
 
 _STEPS: Final = (
     *steps_of([(3, 5), (0, 1), (0, 2), (0, 7), (1, 1), (1, 4), (128, 1), (129, 130)]),

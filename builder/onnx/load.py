@@ -8,7 +8,6 @@ past the end of a file. Weights stay on disk and are mapped when they are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 
 import google.protobuf.message
@@ -18,6 +17,7 @@ from onnx_ir.passes.common import InlinePass
 
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN
+from paged_trt.plugins.onnx_tensors import model_tensors
 
 MINIMUM_OPSET = 18
 """Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
@@ -48,7 +48,8 @@ def load_model(path: Path) -> ir.Model:
     if not proto.graph.node:
         raise OnnxRewriteError(path.name, "the graph has no nodes", _EXPORT_AGAIN)
     folder = path.resolve().parent
-    for tensor in _tensors(proto):
+    _refuse_sparse(proto)
+    for tensor in model_tensors(proto):
         _check_tensor(tensor, folder)
     try:
         model = ir.from_proto(proto)
@@ -123,33 +124,13 @@ def _check_versions(proto: onnx.ModelProto, name: str) -> None:
         )
 
 
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    yield from _graph_tensors(proto.graph)
-    for function in proto.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    if graph.sparse_initializer:
+def _refuse_sparse(proto: onnx.ModelProto) -> None:
+    for sparse in proto.graph.sparse_initializer:
         raise OnnxRewriteError(
-            graph.sparse_initializer[0].values.name or graph.name,
+            sparse.values.name or proto.graph.name,
             "sparse initializers are not supported",
             "store the weights as dense tensors",
         )
-    yield from graph.initializer
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.HasField("g"):
-                yield from _graph_tensors(attribute.g)
-            for graph in attribute.graphs:
-                yield from _graph_tensors(graph)
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> None:
@@ -244,17 +225,32 @@ def _data_file(location: str, folder: Path, name: str) -> Path:
             f"its data lies at `{location}`, which is no path inside the model's folder",
             "put the data file beside the model and export with a relative location",
         )
-    data = (folder / location).resolve()
+    try:
+        data = (folder / location).resolve()
+        links = data.stat().st_nlink if data.is_file() else 0
+    except OSError as error:
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location[:80]}` cannot be opened ({error.strerror})",
+            "put the data file beside the model",
+        ) from error
     if not data.is_relative_to(folder):
         raise OnnxRewriteError(
             name,
             f"its data file `{location}` is a link that leaves the model's folder",
             "copy the data file beside the model",
         )
-    if not data.is_file():
+    if links == 0:
         raise OnnxRewriteError(
             name,
             f"its data file `{location}` is missing from `{folder}`",
             "copy the data file beside the model",
+        )
+    if links > 1:
+        # A hard link may be a file of another folder; the reader of weights refuses it as well.
+        raise OnnxRewriteError(
+            name,
+            f"its data file `{location}` has {links} hard links, and 1 is allowed",
+            "make a real copy of the data file",
         )
     return data

@@ -61,7 +61,7 @@ def node_operators(model: ir.Model, spec: EngineSpec) -> dict[str, OperatorSpec]
     if not nodes or None in names or len({*names}) != len(names):
         raise BuildError(
             f"the {OP_TYPE} nodes must have unique names, found {len(nodes)} nodes named {names}; "
-            "make the model with `paged-trt rewrite`"
+            "make the model with `paged-trt build`"
         )
     if len(nodes) != len(spec.layers):
         raise SpecMismatchError("num_layers", len(spec.layers), len(nodes), where="model.onnx")

@@ -19,16 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.graph import Array, node_name, value_name
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step, steps_of
+from paged_trt.builder.onnx.probe import Probe, Step, steps_of
 from paged_trt.plugins.attention import FULL_WINDOW
 from paged_trt.plugins.errors import OnnxRewriteError
 
 SMALL_STEPS: Final = (
     *steps_of([(0, 1), (0, 2), (0, 5), (1, 1), (1, 3), (4, 1), (7, 9)]),
     *steps_of([(0, 130), (127, 2), (128, 1), (129, 130), (300, 17), (511, 3)]),
+    *steps_of([(2000, 40), (5000, 9)]),
 )
-LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 9, -1))
+LONG_LENGTHS: Final = tuple(2**exponent for exponent in range(20, 4, -1))
 """Lengths that are tried, longest first: a mask cut from a table ends at some of them."""
 _HIDDEN_BELOW: Final = -1e4
 """An additive mask hides with less than this: exporters write -inf or the type's minimum."""
@@ -92,6 +94,8 @@ def _prove(probe: Probe, mask: ir.Value, *, node: ir.Node, is_causal: bool) -> t
     window = FULL_WINDOW if visible == longest.total else visible
     lengths = [Step(length - 1, 1) for length in LONG_LENGTHS if length <= longest.total]
     for step in (*SMALL_STEPS, *lengths):
+        if step.total > longest.total:
+            continue
         try:
             found = visibility.evaluate(step)
         except EvaluationError as error:

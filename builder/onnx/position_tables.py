@@ -7,9 +7,10 @@ from typing import Final
 
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.evaluator import EvaluationError
 from paged_trt.builder.onnx.facts import PositionLimit
 from paged_trt.builder.onnx.graph import attribute, operand, static_dim, value_name
-from paged_trt.builder.onnx.probe import EvaluationError, Probe, Step
+from paged_trt.builder.onnx.probe import Probe, Step
 
 _NEAR: Final = Step(5, 1)
 _FAR: Final = Step(1000, 1)

@@ -7,18 +7,16 @@ numbers of past and new tokens, in a batch of one with nothing padded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
-from paged_trt.builder.onnx.graph import Array, attribute, value_name
+from paged_trt.builder.onnx.evaluator import EvaluationError, Evaluator
+from paged_trt.builder.onnx.graph import Array, attribute, static_dim, value_name
 from paged_trt.builder.onnx.shapes import shapes_of_step
-from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, POSITION_IDS
 
 ATTENTION_MASK: Final = "attention_mask"
@@ -43,10 +41,6 @@ class Step:
 _SHAPE_STEP: Final = Step(5, 3)
 
 
-class EvaluationError(Exception):
-    """onnxruntime cannot run the part of the graph that computes a value."""
-
-
 class Probe:
     """Evaluates values of one graph that depend on nothing but lengths.
 
@@ -66,21 +60,18 @@ class Probe:
                 self._value_sources.add(graph_input)
         self.proved_masks: dict[tuple[ir.Value, bool], tuple[int, int]] = {}
         """Window and proved length by mask: the layers of a model share one or two masks."""
-        self._shapes: dict[str, tuple[int | None, ...]] | None = None
+        self._shapes: dict[Step, dict[str, tuple[int | None, ...]]] = {}
         self._known: dict[ir.Value, bool] = {}
-        self._sessions: dict[tuple[ir.Value, ir.Value | None], tuple[Any, list[ir.Value]]] = {}
+        self._evaluators: dict[tuple[ir.Value, ir.Value | None], Evaluator] = {}
 
     def shape(self, value: ir.Value) -> tuple[int | None, ...] | None:
         """Shape of `value` in a step of few tokens, of whatever is known of it."""
-        if value.shape is not None and all(isinstance(dim, int) for dim in value.shape):
-            return tuple(int(dim) for dim in value.shape if isinstance(dim, int))
-        if self._shapes is None:
-            inputs = {
-                value_name(source): tuple(self._source_shape(source, _SHAPE_STEP))
-                for source in self._shape_sources
-            }
-            self._shapes = shapes_of_step(self._model, inputs)
-        return self._shapes.get(value_name(value))
+        declared = None
+        if value.shape is not None:
+            declared = tuple(dim if isinstance(dim, int) else None for dim in value.shape)
+            if None not in declared:
+                return declared
+        return self._shapes_at(_SHAPE_STEP).get(value_name(value), declared)
 
     def depends_on_lengths_only(self, value: ir.Value, *, given: ir.Value | None = None) -> bool:
         """Whether `value` can be evaluated, `given` being supplied from outside."""
@@ -101,26 +92,35 @@ class Probe:
             value: a value for which `depends_on_lengths_only` holds.
             step: how many past and new tokens.
             given: a value that is supplied instead of computed.
-            given_array: what to supply.
+            given_array: what to supply, float32.
 
         Raises:
             EvaluationError: onnxruntime refuses the nodes, or fails in them.
             UnsupportedError: onnxruntime is not installed.
         """
         key = (value, given)
-        if key not in self._sessions:
-            self._sessions[key] = self._session(value, given)
-        session, leaves = self._sessions[key]
+        if key not in self._evaluators:
+            nodes, leaves, constants = self._cut(value, given)
+            self._evaluators[key] = Evaluator(
+                [node for node in self._model.graph if node in nodes],
+                leaves,
+                constants,
+                result=value,
+                model=self._model,
+                given=given,
+            )
+        evaluator = self._evaluators[key]
         feeds = {
-            value_name(leaf): given_array if leaf is given else self._leaf_array(leaf, step)
-            for leaf in leaves
+            value_name(leaf): self._leaf_array(leaf, step)
+            for leaf in evaluator.leaves
+            if leaf is not given
         }
+        if given is not None and given_array is not None:
+            feeds[value_name(given)] = given_array
         try:
-            (array,) = session.run(None, feeds, _run_options())
-        # onnxruntime's exceptions have no common base of their own.
-        except Exception as error:
+            return evaluator.run(feeds)
+        except EvaluationError as error:
             raise EvaluationError(f"with {step}: {error}") from error
-        return np.asarray(array)
 
     def _can_evaluate(self, value: ir.Value, known: dict[ir.Value, bool]) -> bool:
         # Iterative: a mask may hang under hundreds of nodes.
@@ -155,12 +155,21 @@ class Probe:
 
     def _is_shape_leaf(self, value: ir.Value) -> bool:
         node = value.producer()
-        return (
-            node is not None
-            and node.op_type == "Shape"
-            and node.domain == ""
-            and node.inputs[0] in self._shape_sources
-        )
+        if node is None or (node.domain, node.op_type) != ("", "Shape") or not node.inputs[0]:
+            return False
+        source = node.inputs[0]
+        # Shapes of hidden states and caches follow from those of the inputs.
+        inferred = self._shapes_at(_SHAPE_STEP).get(value_name(source), (None,))
+        return source in self._shape_sources or None not in inferred
+
+    def _shapes_at(self, step: Step) -> dict[str, tuple[int | None, ...]]:
+        if step not in self._shapes:
+            inputs = {
+                value_name(source): self._input_shape(source, step)
+                for source in self._shape_sources
+            }
+            self._shapes[step] = shapes_of_step(self._model, inputs)
+        return self._shapes[step]
 
     def _leaf_array(self, leaf: ir.Value, step: Step) -> Array:
         if leaf in self._value_sources:
@@ -175,53 +184,23 @@ class Probe:
         start, end = attribute(node, "start", 0), attribute(node, "end", len(shape))
         return np.asarray(shape[start:end], np.int64)
 
+    def _source_shape(self, source: ir.Value, step: Step) -> list[int]:
+        if source in self._shape_sources:
+            return list(self._input_shape(source, step))
+        inferred = self._shapes_at(step).get(value_name(source), (None,))
+        known = [dim for dim in inferred if dim is not None]
+        if len(known) != len(inferred):
+            raise EvaluationError(f"with {step} the shape of `{source.name}` is not known")
+        return known
+
     @staticmethod
-    def _source_shape(source: ir.Value, step: Step) -> list[int]:
+    def _input_shape(source: ir.Value, step: Step) -> tuple[int, ...]:
         if source.name == ATTENTION_MASK:
-            return [1, step.total]
+            return (1, step.total)
         if source.name in {INPUT_IDS, POSITION_IDS}:
-            return [1, step.new]
-        dims = source.shape or ir.Shape([1, 0, 0, 0])
-        shape = [1, *(dim if isinstance(dim, int) else 0 for dim in dims[1:])]
-        shape[2] = step.past
-        return shape
-
-    def _session(self, value: ir.Value, given: ir.Value | None) -> tuple[Any, list[ir.Value]]:
-        runtime = _onnxruntime()
-        try:
-            proto, leaves = self._cut_model(value, given)
-            session = runtime.InferenceSession(
-                proto.SerializeToString(), _session_options(), providers=["CPUExecutionProvider"]
-            )
-        # A damaged node fails in onnx-ir or in onnxruntime, each with errors of its own.
-        except Exception as error:
-            raise EvaluationError(str(error)) from error
-        return session, leaves
-
-    def _cut_model(
-        self, value: ir.Value, given: ir.Value | None
-    ) -> tuple[onnx.ModelProto, list[ir.Value]]:
-        nodes, leaves, constants = self._cut(value, given)
-        graph = onnx.helper.make_graph(
-            [ir.to_proto(node) for node in self._model.graph if node in nodes],
-            "probe",
-            [_value_info(leaf) for leaf in leaves],
-            [onnx.helper.make_empty_tensor_value_info(value_name(value))],
-            [_tensor_proto(constant) for constant in constants],
-        )
-        if value in leaves or value in constants:
-            # An output needs a node that produces it.
-            graph.node.append(
-                onnx.helper.make_node("Identity", [value_name(value)], ["probe_output"])
-            )
-            graph.output[0].name = "probe_output"
-        opsets = [
-            onnx.helper.make_opsetid(domain, version)
-            for domain, version in self._model.opset_imports.items()
-        ]
-        proto = onnx.helper.make_model(graph, opset_imports=opsets)
-        proto.ir_version = self._model.ir_version
-        return proto, leaves
+            return (1, step.new)
+        heads, size = static_dim(source, 1), static_dim(source, 3)
+        return (1, heads or 0, step.past, size or 0)
 
     def _cut(
         self, value: ir.Value, given: ir.Value | None
@@ -252,47 +231,3 @@ class Probe:
 def steps_of(pairs: Iterable[tuple[int, int]]) -> tuple[Step, ...]:
     """Steps of pairs (past, new)."""
     return tuple(Step(past, new) for past, new in pairs)
-
-
-def _value_info(leaf: ir.Value) -> onnx.ValueInfoProto:
-    if leaf.producer() is not None and leaf.dtype is None:
-        dtype = ir.DataType.INT64
-    else:
-        dtype = leaf.dtype or ir.DataType.INT64
-    # Nodes in the model see shapes that stand in no value_info here: any will do.
-    return onnx.helper.make_tensor_value_info(value_name(leaf), dtype.value, None)
-
-
-def _tensor_proto(constant: ir.Value) -> onnx.TensorProto:
-    if constant.const_value is None:
-        raise EvaluationError(f"`{value_name(constant)}` has no data")
-    array = constant.const_value.numpy()
-    return onnx.numpy_helper.from_array(np.asarray(array), value_name(constant))
-
-
-@functools.cache
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise UnsupportedError(
-            "proving a model's masks needs onnxruntime, which is not installed; run "
-            '`pip install "paged-trt[compare]"`'
-        ) from None
-    return onnxruntime
-
-
-def _session_options() -> Any:
-    options = _onnxruntime().SessionOptions()
-    options.graph_optimization_level = _onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    # Failures are part of the search and come back as exceptions.
-    options.log_severity_level = 4
-    return options
-
-
-def _run_options() -> Any:
-    options = _onnxruntime().RunOptions()
-    options.log_severity_level = 4
-    return options

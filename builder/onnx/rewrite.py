@@ -60,6 +60,7 @@ def rewrite(model: ir.Model, *, facts: ModelFacts, spec: EngineSpec) -> ir.Model
         ConfigError: a weight does not fit the type that the spec asks for.
     """
     _require_fit(facts, spec)
+    _require_raisable_opset(model)
     graph = model.graph
     inputs = {tensor.name: _engine_input(graph, tensor) for tensor in _inputs(spec)}
     _name_nodes(graph)
@@ -89,6 +90,18 @@ def _require_fit(facts: ModelFacts, spec: EngineSpec) -> None:
         if left != right:
             raise SpecMismatchError(
                 field, left, right, where="rewrite", remedy="resolve the spec from these facts"
+            )
+
+
+def _require_raisable_opset(model: ir.Model) -> None:
+    # From 18 to MINIMUM_OPSET, GroupNormalization alone took on another meaning (in 21).
+    for node in model.graph:
+        if model.opset_imports.get("", 0) < 21 and node.op_type == "GroupNormalization":
+            raise OnnxRewriteError(
+                node_name(node),
+                f"GroupNormalization of opset {model.opset_imports['']} means something else in "
+                f"opset {MINIMUM_OPSET}",
+                f"export with `opset_version={MINIMUM_OPSET}`",
             )
 
 

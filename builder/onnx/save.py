@@ -7,8 +7,8 @@ from typing import Final
 
 import onnx_ir as ir
 
-MODEL_FILE: Final = "model.onnx"
-DATA_FILE: Final = "model.onnx.data"
+from paged_trt.plugins.manifest import MODEL_DATA_FILE, MODEL_FILE
+
 _INLINE_BYTES: Final = 1024
 """Tensors up to this size stay in the model file, so that tools read constants without the data."""
 
@@ -27,5 +27,5 @@ def save_model(model: ir.Model, directory: Path) -> Path:
         OSError: a file cannot be written.
     """
     path = Path(directory) / MODEL_FILE
-    ir.save(model, path, external_data=DATA_FILE, size_threshold_bytes=_INLINE_BYTES)
+    ir.save(model, path, external_data=MODEL_DATA_FILE, size_threshold_bytes=_INLINE_BYTES)
     return path

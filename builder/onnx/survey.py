@@ -21,10 +21,17 @@ from paged_trt.builder.onnx.facts import (
     ModelFacts,
     PositionLimit,
 )
-from paged_trt.builder.onnx.graph import EXPORT_COMMAND, node_name, static_dim, value_name
+from paged_trt.builder.onnx.graph import (
+    EXPORT_COMMAND,
+    node_name,
+    require_static_dim,
+    static_dim,
+    value_name,
+)
 from paged_trt.builder.onnx.leftovers import find_index_values, live_values
 from paged_trt.builder.onnx.position_tables import find_position_tables
 from paged_trt.builder.onnx.probe import ATTENTION_MASK, Probe
+from paged_trt.builder.onnx.token_rows import require_token_rows
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 from paged_trt.plugins.tensors import INPUT_IDS, NUM_SEQS, POSITION_IDS
@@ -70,6 +77,11 @@ def survey(model: ir.Model) -> ModelFacts:
     logits = _logits(model, matches)
     index_values = find_index_values(model, probe, matches=matches, logits=logits)
     live = live_values(matches, logits, index_values)
+    if dialect is not Dialect.PAGED_ATTENTION:
+        # A model of PagedAttention nodes is ragged already and may gather rows of sequences.
+        require_token_rows(
+            model, probe, matches=matches, index_values=index_values, live=live, logits=logits
+        )
     limits.extend(find_position_tables(model, probe, live))
     vocab_size, last_only = _logits_dims(logits)
     return ModelFacts(
@@ -141,8 +153,14 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
                     "use a model in which each layer has a cache of its own",
                 )
             owners[cache] = found.node
-            if static_dim(cache, 1) is None:
-                raise AssertionError(f"{cache.name} was accepted without a number of heads")
+            heads = require_static_dim(cache, 1, node=found.node)
+            if heads != found.attention.num_kv_heads:
+                raise OnnxRewriteError(
+                    node_name(found.node),
+                    f"its cache `{value_name(cache)}` has {heads} heads and its keys have "
+                    f"{found.attention.num_kv_heads}",
+                    "export key and value caches with one number of heads",
+                )
 
 
 def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
@@ -176,7 +194,7 @@ def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
 
 def _logits(model: ir.Model, matches: Sequence[LayerMatch]) -> ir.Value:
     presents = {present for found in matches for present in found.presents}
-    others = [output for output in model.graph.outputs if output not in presents]
+    others = [each for each in model.graph.outputs if _without_identity(each) not in presents]
     if len(others) == 1:
         return others[0]
     names = ", ".join(f"`{value_name(each)}`" for each in others) or "none"
@@ -185,6 +203,15 @@ def _logits(model: ir.Model, matches: Sequence[LayerMatch]) -> ir.Value:
         f"besides the caches there has to be one output, the logits, and there are: {names}",
         "export without hidden states, attentions and other outputs",
     )
+
+
+def _without_identity(value: ir.Value) -> ir.Value:
+    while (producer := value.producer()) is not None and producer.op_type == "Identity":
+        source = producer.inputs[0]
+        if source is None:
+            break
+        value = source
+    return value
 
 
 def _logits_dims(logits: ir.Value) -> tuple[int, bool]:

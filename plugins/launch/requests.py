@@ -1,4 +1,4 @@
-"""What a planner may know: geometry and sizes, never contents."""
+"""One attention call: what a planner may know of it, and where its data lies."""
 
 from __future__ import annotations
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
 from paged_trt.scripts.cli import COMMANDS, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
+from paged_trt.scripts.readme import render
+from paged_trt.scripts.results import read_results
 
 LIMITS = ("--max-batch-size=2", "--max-input-len=100", "--max-kv-cache-capacity=200")
 
@@ -35,13 +40,16 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run_child(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_child(
+    arguments: Sequence[str], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paged_trt.scripts.cli", *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
+        env=environment,
     )
 
 
@@ -80,6 +88,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-kv-cache-capacity=2049"], ["2049", "2048"]),
         (["--max-input-len=201"], ["201", "200"]),
         (["--max-num-tokens=0"], ["0"]),
+        (["--max-num-tokens=2147483647"], ["2147483647", "lower it"]),
         (["--kv-cache-dtype=int8"], ["--kv-scales"]),
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
         (["--attention-plan=split:100"], ["100", "128"]),
@@ -151,6 +160,103 @@ def test_force_replaces_an_engine(model: Path, engine: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
+def test_force_keeps_the_folder_of_the_model(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model.parent, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    own = folder / "model.onnx"
+    text = fails(capsys, 2, "build", own, "-o", folder, *LIMITS, "--force")
+    assert "no engine directory" in text
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    target = tmp_path / "engine"
+    shutil.copytree(engine, target)
+    for inside in (("--save-onnx", target / "x.onnx"), ("--tokenizer", target)):
+        text = fails(capsys, 2, "build", own, "-o", target, *LIMITS, "--force", *inside)
+        assert f"lies in {target}" in " ".join(text.split())
+
+
+def test_names_are_text_and_no_markup(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(model.parent, folder)
+    odd = folder / "[bold]x[,].onnx"
+    (folder / "model.onnx").rename(odd)
+    assert main(["build", str(odd), *LIMITS, "--dry-run"]) == 0
+    assert "[bold]x[,].onnx" in capsys.readouterr().out
+    closing = folder / "[:]" / "b].onnx"
+    text = fails(capsys, 2, "build", f"{closing}[/red]\x1b[31m\x07", *LIMITS, "--dry-run")
+    assert "[/red]\\x1b[31m\\x07" in text
+
+
+@pytest.mark.parametrize("name", ["[/red]", "\x1b]0;title\x07"])
+def test_inspect_shows_names_as_text(
+    name: str, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "engine"
+    shutil.copytree(engine, target)
+    path = target / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"]["name"] = name
+    path.write_text(json.dumps(manifest))
+    assert main(["inspect", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert ascii(name)[1:-1] in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_without_unicode_gets_escapes(engine: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    for arguments in (["inspect", str(engine)], ["run", str(engine), "--prompt", "é"]):
+        done = run_child(arguments, environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_a_closed_pipe_is_no_failed_comparison(engine: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "paged_trt.scripts.cli", "inspect", str(engine)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_a_prompt_that_is_no_text_is_refused(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "UTF-8" in fails(capsys, 2, "run", engine, "--prompt", "a\udcff")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_build_that_is_told_to_end_leaves_nothing(
+    number: int, model: Path, tmp_path: Path
+) -> None:
+    build = ["build", str(model), "-o", str(tmp_path / "engine"), *LIMITS]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "paged_trt.scripts.cli", *build],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while child.poll() is None and not any(tmp_path.iterdir()):
+        time.sleep(0.01)
+    child.send_signal(number)
+    _, text = child.communicate(timeout=300)
+    assert child.returncode == 130, text
+    assert "Traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_inspect_agrees_at_every_hop(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(engine), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -187,7 +293,8 @@ def test_a_plan_of_another_engine_ends_with_4(
     model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
-    assert run_child(["build", str(model), "-o", str(other), *LIMITS, "--retained-pages=1"])
+    options = [*LIMITS, "--retained-pages=1"]
+    assert run_child(["build", str(model), "-o", str(other), *options]).returncode == 0
     copy = tmp_path / "engine"
     shutil.copytree(engine, copy)
     shutil.copy(other / "model.plan", copy / "model.plan")
@@ -271,6 +378,21 @@ def test_compare_accepts_the_engine(
     options = ["--new-tokens=4", "--input-ids=1,2,3", "--input-ids=9", "--executor=reference"]
     assert main(["compare", str(model), str(engine), *options]) == 0
     assert "not run: TensorRT" in capsys.readouterr().out
+
+
+def test_bench_e2e_writes_what_the_readme_shows(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "e2e.json"
+    options = ["--prompt", "a b", "--prompt", "c", "--new-tokens", "3", "-o", str(output)]
+    assert main(["bench", "e2e", str(model), str(engine), *options]) == 0
+    (row,) = read_results(output).rows
+    # Two prompts of several tokens: prefilled whole and in chunks.
+    assert (row["verdict"], row["tokens_compared"], row["num_pages"]) == ("agrees", 12, 4)
+    assert 0 < row["step_us_eager_min"] <= row["step_us_eager"] <= row["step_us_eager_max"]
+    text = render("<!-- results: e2e -->\nold\n<!-- end -->", tmp_path)
+    assert "old" not in text
+    assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
 def test_without_a_reference_the_directory_is_small(

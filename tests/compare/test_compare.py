@@ -16,7 +16,8 @@ import pytest
 from engine_dirs import change_initializer, tamper, write_engine_dir
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.manifest import MODEL_FILE
+from paged_trt.plugins.errors import ConfigError, ExecutionError
+from paged_trt.plugins.manifest import KV_SCALES_FILE, MODEL_FILE
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.scripts.cli import main
@@ -151,6 +152,44 @@ def test_paged_model_of_any_type_is_the_same_on_identity_pages(
     assert report.passed, report
     # The pools round alike on both sides: only the order of a float32 sum may differ.
     assert worst(report) < 0.05
+
+
+def test_pools_of_a_users_bfloat16_model_keep_their_type(
+    toy: Callable[..., Path], tmp_path: Path
+) -> None:
+    engine = write_engine_dir(toy(Dialect.GQA_SPLIT, dtype=DType.BFLOAT16), tmp_path / "engine")
+    model = onnx.load(engine / MODEL_FILE, load_external_data=False)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [name.replace("_pool", "_pages") for name in names]
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = value.name.replace("_pool", "_pages")
+    onnx.save(model, engine / "users.onnx")
+    report = compare_engine(engine / "users.onnx", engine, QUICK)
+    assert report.passed, report
+
+
+def test_damaged_scales_beside_a_paged_model_are_named(
+    toy: Callable[..., Path], tmp_path: Path
+) -> None:
+    engine = write_engine_dir(toy(), tmp_path / "engine", kv_cache_dtype=DType.INT8, kv_scale=0.05)
+    for name in (MODEL_FILE, f"{MODEL_FILE}.data"):
+        shutil.copy(engine / name, tmp_path)
+    (tmp_path / KV_SCALES_FILE).write_bytes(b"no scales")
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        compare_engine(tmp_path / MODEL_FILE, engine, QUICK)
+
+
+def test_model_with_fewer_tokens_is_a_named_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Another model than the engine's may refuse what the engine takes."""
+    model = onnx.load(pair[0])
+    for tensor in model.graph.initializer:
+        if tensor.name == "model.embed_tokens.weight":
+            array = onnx.numpy_helper.to_array(tensor)[:5]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    onnx.save(model, tmp_path / "small.onnx")
+    with pytest.raises(ExecutionError, match="onnxruntime failed"):
+        compare_engine(tmp_path / "small.onnx", pair[1], QUICK)
 
 
 def test_paged_model_without_its_function_gets_the_projects(copy: tuple[Path, Path]) -> None:

@@ -47,7 +47,17 @@ def download(version: str) -> Path:
     folder = cache_directory() / version
     if not list(folder.glob("*.whl")):
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--retries=1",
+            "-d",
+            folder,
+        ]
         done = subprocess.run(
             [*map(str, command), f"{DISTRIBUTION}=={version}"], capture_output=True, text=True
         )

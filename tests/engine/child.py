@@ -361,11 +361,26 @@ def case_no_preview_feature() -> None:
         build()
 
 
-def case_callback_raises() -> None:
+def case_callback_raises(callback: str) -> None:
+    """`boom` inside a callback; a process that ends here has no JSON line."""
+    from paged_trt.plugins import plugin
     from paged_trt.plugins.launch.planner import PolicyPlanner
 
-    with mock.patch.object(PolicyPlanner, "workspace_bytes", side_effect=ValueError("boom")):
+    boom = mock.PropertyMock(side_effect=ValueError("boom"))
+    api = types.SimpleNamespace(DimsExprs=plugin.api.DimsExprs, TensorFormat=mock.Mock())
+    type(api.TensorFormat).LINEAR = boom
+    patches = {
+        "get_workspace_size": mock.patch.object(PolicyPlanner, "workspace_bytes", boom),
+        "attach_to_context": mock.patch.object(plugin.cuda, "driver_available", boom),
+        "supports_format_combination": mock.patch.object(plugin, "api", api),
+    }
+    with patches[callback]:
         build()
+
+
+def case_wrong_activation_dtype() -> None:
+    """The model computes in float16, the spec says bfloat16."""
+    build(paged_models.make_model(SPEC), paged_models.make_spec(activation_dtype=DType.BFLOAT16))
 
 
 def case_unused_input() -> None:

@@ -183,9 +183,18 @@ def test_without_the_preview_feature_nothing_is_built() -> None:
     expect_error("no_preview_feature", "BuildError", "Aliased I/O used by plugin")
 
 
-def test_an_exception_in_a_callback_is_the_cause() -> None:
-    data = expect_error("callback_raises", "BuildError", "TensorRT built no engine: boom")
+@pytest.mark.parametrize(
+    "callback", ["get_workspace_size", "attach_to_context", "supports_format_combination"]
+)
+def test_an_exception_in_a_callback_is_the_cause(callback: str) -> None:
+    part = "TensorRT built no engine: boom"
+    data = expect_error("callback_raises", "BuildError", part, callback=callback)
     assert (data["cause"], data["cause_message"]) == ("ValueError", "boom")
+
+
+def test_another_activation_type_is_refused_at_the_parse() -> None:
+    data = expect_error("wrong_activation_dtype", "BuildError", "must be bfloat16, found float16")
+    assert (data["cause"], data["cause_field"]) == ("SpecMismatchError", "query.dtype")
 
 
 def test_an_unused_input_is_refused() -> None:

@@ -18,6 +18,7 @@ import onnxruntime
 
 from paged_trt.plugins import reference
 from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
 
 Array = npt.NDArray[Any]
 PAGE = 128
@@ -149,11 +150,11 @@ def make_model(case: Case, function: onnx.FunctionProto | None = None) -> onnx.M
     """A model of one PagedAttention node; T, N, M and the page count are symbolic."""
     function = function or reference.paged_attention_function(case.kv)
     node = onnx.helper.make_node(
-        reference.OP_TYPE,
+        OP_TYPE,
         reference.INPUT_NAMES,
         reference.OUTPUT_NAMES,
         name="attention",
-        domain=reference.DOMAIN,
+        domain=OP_DOMAIN,
         overload=function.overload,
         **node_attributes(case),
     )
@@ -168,7 +169,7 @@ def make_model(case: Case, function: onnx.FunctionProto | None = None) -> onnx.M
         [values[name] for name in reference.INPUT_NAMES],
         [values[name] for name in reference.OUTPUT_NAMES],
     )
-    opsets = [("", 23), (reference.DOMAIN, reference.OPSET)]
+    opsets = [("", 23), (OP_DOMAIN, reference.OPSET)]
     return onnx.helper.make_model(
         graph,
         functions=[function],
@@ -193,7 +194,7 @@ def node_attributes(case: Case) -> dict[str, Any]:
         "softmax_scale": case.settings.softmax_scale,
         "softcap": case.softcap,
         "plugin_version": "1",
-        "plugin_namespace": reference.DOMAIN,
+        "plugin_namespace": OP_DOMAIN,
     }
 
 

@@ -108,7 +108,7 @@ def test_pools_are_updated_where_they_are(seen: list[tuple[list[int], list[int]]
     executor = open_plan(toy.folder, uses_graphs=False)
     try:
         generate(executor, prompts())
-        bound = executor._contexts[0]._bound
+        bound = executor._context_profile._bound
         pools = [
             (bound[f"key_pool.{layer}"][0], bound[f"value_pool.{layer}"][0])
             for layer in range(len(toy.spec.layers))

@@ -8,9 +8,9 @@ import pytest
 from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
 
 from paged_trt.plugins import cuda
-from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import context_id, kept_device
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.launch.dispatch import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
@@ -116,19 +116,15 @@ def test_two_executors_run_side_by_side() -> None:
 
 
 def test_a_failed_step_is_named_and_the_executor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_trt.plugins.plugin import PagedAttentionPlugin
-
     executor: TensorRtExecutor = open_plan(TOY.folder)
     try:
         expected = generate(executor, prompts())
 
-        def fail(self: object, *arguments: object) -> None:
-            error = RuntimeError("made to fail")
-            CALLBACK_ERRORS.keep(error)
-            raise error
+        def fail(self: object, *arguments: object, **options: object) -> None:
+            raise RuntimeError("made to fail")
 
         with monkeypatch.context() as patch:
-            patch.setattr(PagedAttentionPlugin, "enqueue", fail)
+            patch.setattr(LayerLauncher, "enqueue", fail)
             with pytest.raises(ExecutionError, match=r"TensorRT failed in a step .*made to fail"):
                 generate(executor, prompts())
         assert same_bits(expected, generate(executor, prompts()))

@@ -116,6 +116,18 @@ def test_truncated_data_file(folder: Path) -> None:
         load_model(folder / "model.onnx")
 
 
+def test_hard_link_to_a_data_file(folder: Path) -> None:
+    os.link(folder / "model.onnx.data", folder.parent / "other")
+    with pytest.raises(OnnxRewriteError, match="2 hard links"):
+        load_model(folder / "model.onnx")
+
+
+def test_location_that_no_file_can_have(folder: Path) -> None:
+    path = edit(folder, set_entry("location", "a" * 5000))
+    with pytest.raises(OnnxRewriteError, match="cannot be opened"):
+        load_model(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no ONNX file"):
         load_model(tmp_path / "none.onnx")

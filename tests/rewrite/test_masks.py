@@ -5,15 +5,17 @@ from __future__ import annotations
 import builtins
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 import rewrite_variants as variants
 
-from paged_trt.builder.onnx import probe as probe_module
+from paged_trt.builder.onnx import evaluator
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.mask import LONG_LENGTHS
 from paged_trt.builder.onnx.survey import survey
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import OnnxRewriteError, UnsupportedError
 from paged_trt.scripts.example_models.toy import write_toy
 
@@ -121,10 +123,11 @@ def test_mask_from_data(folder: Path) -> None:
     assert "depends on more than" in refused(model)
 
 
-def test_mask_cut_from_a_table(folder: Path) -> None:
-    """The table ends at 2,048 positions, and so does the proof."""
+@pytest.mark.parametrize("size", [2048, 512, 64])
+def test_mask_cut_from_a_table(folder: Path, size: int) -> None:
+    """Where the table ends, the proof ends too."""
     model = load(folder)
-    table = variants.constant(model, "table", np.tril(np.ones((2048, 2048), bool))[None, None])
+    table = variants.constant(model, "table", np.tril(np.ones((size, size), bool))[None, None])
     starts, ends = (
         variants.value_named(model, name)
         for name in ("/model/Shape_1/output_0", "/model/Add/output_0")
@@ -134,13 +137,29 @@ def test_mask_cut_from_a_table(folder: Path) -> None:
     rows = variants.add(model, "Slice", [table, starts, ends, axis[0]])
     use(model, variants.add(model, "Slice", [rows, zero, ends, axis[1]]))
     limits = {limit.name: limit.positions for limit in survey(model).position_limits}
-    assert 2048 in limits.values()
+    assert size in limits.values()
     assert LONG_LENGTHS[0] not in limits.values()
 
 
 def test_proof_says_how_far_it_reaches(folder: Path) -> None:
     limits = [limit.positions for limit in survey(load(folder)).position_limits]
     assert LONG_LENGTHS[0] in limits
+
+
+@pytest.mark.parametrize("dialect", ["attention23-past", "attention24-concat"])
+def test_bfloat16_model(tmp_path: Path, dialect: str) -> None:
+    """onnxruntime's CPU operators refuse bfloat16: the proof runs in float32."""
+    write_toy(tmp_path, dialect, dtype=DType.BFLOAT16, window=700)
+    model = load(tmp_path)
+    mask = variants.attention_nodes(model)[0].inputs[3]
+    numbers = [
+        variants.constant(model, name, np.array(number, ml_dtypes.bfloat16))
+        for name, number in (("visible", 0.0), ("hidden", -3.3e38))
+    ]
+    use(model, variants.add(model, "Where", [mask, *numbers]))
+    facts = survey(model)
+    assert facts.activation_dtype is DType.BFLOAT16
+    assert {layer.window for layer in facts.layers} == {700}
 
 
 def test_without_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +170,8 @@ def test_without_onnxruntime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    probe_module._onnxruntime.cache_clear()
+    evaluator._onnxruntime.cache_clear()
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(UnsupportedError, match=r'pip install "paged-trt\[compare\]"'):
         survey(load(folder))
-    probe_module._onnxruntime.cache_clear()
+    evaluator._onnxruntime.cache_clear()

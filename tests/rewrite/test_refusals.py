@@ -8,10 +8,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import rewrite_variants as variants
+from rewrite_support import DEFAULTS
 
+from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.onnx import attention, group_query, paged
 from paged_trt.builder.onnx.graph import NodeSchema
 from paged_trt.builder.onnx.load import load_model
+from paged_trt.builder.onnx.rewrite import rewrite
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.errors import OnnxRewriteError
 from paged_trt.scripts.example_models.config import Dialect
@@ -156,6 +159,15 @@ def test_shared_cache(load: Load, dialect: str) -> None:
     assert second.name in message
 
 
+@pytest.mark.parametrize("heads", [4, "heads"])
+@pytest.mark.parametrize("dialect", ["attention23-past", "gqa"])
+def test_heads_of_the_value_cache(load: Load, dialect: str, heads: object) -> None:
+    model = load(dialect)
+    cache = variants.value_named(model, "past_key_values.1.value")
+    cache.shape = ir.Shape(["batch", heads, "past", 64])
+    assert "past_key_values.1.value" in refused(model)
+
+
 def test_cache_of_the_layer_before(load: Load) -> None:
     model = load("attention23-concat")
     first, second = variants.attention_nodes(model)
@@ -240,6 +252,33 @@ def test_convolution_along_the_tokens(load: Load) -> None:
     mixed = variants.add(model, "Conv", [head.inputs[0], kernel])
     variants.set_input(head, 0, mixed)
     assert "Conv works along the tokens" in refused(model)
+
+
+def test_attention_in_primitive_nodes(load: Load) -> None:
+    model = load("attention23-past")
+    head = model.graph.outputs[0].producer()
+    hidden = head.inputs[0]
+    turned = variants.add(model, "Transpose", [hidden], {"perm": [0, 2, 1]})
+    weights = variants.add(model, "Softmax", [variants.add(model, "MatMul", [hidden, turned])])
+    variants.set_input(head, 0, variants.add(model, "MatMul", [weights, hidden]))
+    assert "spelt out" in refused(model)
+
+
+def test_presents_behind_an_identity(load: Load) -> None:
+    model = load("gqa")
+    for index, output in list(enumerate(model.graph.outputs))[1:]:
+        model.graph.outputs[index] = variants.add(model, "Identity", [output])
+    assert len(survey(model).layers) == 2
+
+
+def test_opset_that_cannot_be_raised(load: Load) -> None:
+    model = load("gqa")
+    facts = survey(model)
+    model.opset_imports[""] = 20
+    next(node for node in model.graph if node.op_type == "Sigmoid").op_type = "GroupNormalization"
+    spec = resolve(BuildConfig(**DEFAULTS), facts)
+    with pytest.raises(OnnxRewriteError, match="GroupNormalization of opset 20"):
+        rewrite(model, facts=facts, spec=spec)
 
 
 def test_unknown_graph_input(load: Load) -> None:

@@ -24,6 +24,7 @@ CASES = {
     "default_scale": ("attention23-past", variants.no_scale),
     "additive_infinity": ("attention23-concat", variants.additive_mask(-np.inf)),
     "additive_minimum": ("attention23-concat", variants.additive_mask(-65504.0)),
+    "mask_cut_to_the_keys": ("attention24-concat", variants.mask_cut_to_the_keys),
     "positions_from_length": ("attention23-concat", variants.positions_from_past_length),
     "positions_from_mask": ("attention24-concat", variants.positions_from_attention_mask),
     "sinks": ("gqa", variants.head_sinks),

@@ -143,12 +143,12 @@ def test_scales_are_part_of_a_quantised_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_scales.1": None}, "`kv_scales.1` are missing, found 1 others"),
-        ({"kv_scales.2": np.ones((2, 2), np.float32)}, "`kv_scales.2` is no scales input"),
-        ({"kv_scales.1": np.ones((2, 3), np.float32)}, r"must be \[2, 2\] float32, found \[2, 3\]"),
-        ({"kv_scales.1": np.ones((2, 2))}, r"must be \[2, 2\] float32, found .* float64"),
-        ({"kv_scales.0": np.zeros((2, 2), np.float32)}, "positive and finite, found 0.0 to 0.0"),
-        ({"kv_scales.0": np.full((2, 2), np.inf, np.float32)}, "positive and finite"),
+        ({"kv_scales.1": None}, r"missing \['kv_scales.1'\], unknown \[\]"),
+        ({"kv_scales.2": np.ones((2, 2), np.float32)}, r"missing \[\], unknown \['kv_scales.2'\]"),
+        ({"kv_scales.1": np.ones((2, 3), np.float32)}, r"\[2, 2\], found float32 \[2, 3\]"),
+        ({"kv_scales.1": np.ones((2, 2))}, r"must be float32 \[2, 2\], found float64"),
+        ({"kv_scales.0": np.zeros((2, 2), np.float32)}, "holds 0.0, .*positive and finite"),
+        ({"kv_scales.0": np.full((2, 2), np.inf, np.float32)}, "holds inf"),
     ],
 )
 def test_scales_are_checked(tmp_path: Path, change: dict[str, Any], message: str) -> None:

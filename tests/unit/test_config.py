@@ -8,15 +8,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from paged_trt.builder.config import BuildConfig, read_kv_scales, resolve
+from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.onnx.facts import Dialect, ModelFacts, PositionLimit
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, KvPoolError
 from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY
+from paged_trt.plugins.kv_scales import read_scales_file, require_scales
 from paged_trt.plugins.tensors import LogitsMode
 
 LAYER = AttentionSpec(
@@ -159,8 +161,12 @@ def write_scales(path: Path, **changes: object) -> Path:
     return path
 
 
+def read(path: Path) -> list[npt.NDArray[np.float32]]:
+    return list(require_scales(read_scales_file(path), FACTS.layers, where="the file").values())
+
+
 def test_read_scales(tmp_path: Path) -> None:
-    scales = read_kv_scales(write_scales(tmp_path / "s"), FACTS.layers)
+    scales = read(write_scales(tmp_path / "s"))
     assert [each.tolist() for each in scales] == [[[0.5, 0.5]] * 2, [[1.5, 1.5]] * 2]
     assert {each.dtype for each in scales} == {np.dtype(np.float32)}
 
@@ -182,12 +188,12 @@ def test_read_scales(tmp_path: Path) -> None:
 )
 def test_wrong_scales(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_kv_scales(write_scales(tmp_path / "s", **changes), FACTS.layers)
+        read(write_scales(tmp_path / "s", **changes))
 
 
 def test_no_scales_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no file of KV scales"):
-        read_kv_scales(tmp_path / "none", FACTS.layers)
+        read(tmp_path / "none")
     (tmp_path / "junk").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="no safetensors file"):
-        read_kv_scales(tmp_path / "junk", FACTS.layers)
+        read(tmp_path / "junk")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.manifest import (
     BuildRecord,
     EngineManifest,
+    FileRecord,
     SourceRecord,
     check_files,
     file_record,
@@ -210,6 +212,33 @@ def test_a_truncated_or_swapped_file_is_refused(cut: int, tmp_path: Path) -> Non
     plan.unlink()
     with pytest.raises(ManifestError, match="No such file"):
         check_files(tmp_path, manifest)
+
+
+def test_a_file_that_no_hash_covers_is_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "model.plan"
+    plan.write_bytes(b"plan")
+    with pytest.raises(ManifestError, match=r"lists no model\.plan"):
+        check_files(tmp_path, _manifest({}))
+    manifest = _manifest({"model.plan": file_record(plan)})
+    check_files(tmp_path, manifest)
+    (tmp_path / "notes.txt").write_text("mine")
+    check_files(tmp_path, manifest)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ManifestError, match=r"chat_template\.jinja is not listed"):
+        check_files(tmp_path, manifest)
+    check_files(tmp_path, manifest, names=["tokenizer.json"])
+
+
+@pytest.mark.parametrize("name", ["model.plan", "manifest.json"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    manifest = _manifest({"model.plan": FileRecord(sha256="0" * 64, size=1)})
+    reads = {
+        "manifest.json": lambda: read_manifest(tmp_path),
+        "model.plan": lambda: check_files(tmp_path, manifest),
+    }
+    with pytest.raises(ManifestError, match="no regular file"):
+        reads[name]()
 
 
 def test_exit_codes_are_the_contract() -> None:

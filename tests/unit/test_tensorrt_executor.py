@@ -108,7 +108,7 @@ def test_the_table_travels_when_a_page_is_added(open_fake: Open) -> None:
 
 
 def test_each_bucket_is_captured_once(open_fake: Open, driver: FakeDriver) -> None:
-    executor, _ = open_fake()
+    executor, engine = open_fake()
     with Session(executor) as session:
         for _ in range(3):
             session.generate(PROMPTS, 6)
@@ -116,6 +116,7 @@ def test_each_bucket_is_captured_once(open_fake: Open, driver: FakeDriver) -> No
         # N = 3 is a bucket of this engine, M = 2 holds the longest prompt.
         assert stats.graph_captures == 1
         assert stats.graph_replays == 3 * 5 - 1
+        assert engine.contexts[1].executions == 1
         assert driver.graphs == 1
     assert driver.graphs == 0
 
@@ -184,16 +185,32 @@ def test_too_little_memory_is_named_and_nothing_is_left(tmp_path: Path, driver: 
     assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
 
 
-@pytest.mark.parametrize("contexts", [0, 1])
-def test_a_context_that_is_not_made_leaves_nothing(
-    contexts: int, tmp_path: Path, driver: FakeDriver
-) -> None:
+def test_a_context_that_is_not_made_leaves_nothing(tmp_path: Path, driver: FakeDriver) -> None:
     spec = make_spec()
     engine = FakeEngine(driver, open_toy(spec, tmp_path))
-    engine.max_contexts = contexts
+    engine.max_contexts = 0
     with pytest.raises(ExecutionError, match="TensorRT made no execution context"):
         TensorRtExecutor(engine, spec, Device(driver=driver))
     assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_each_bucket_has_a_context_that_nothing_changes(open_fake: Open) -> None:
+    """A graph is undefined once its context was changed."""
+    executor, engine = open_fake()
+    with Session(executor) as session:
+        session.generate(PROMPTS, 3)
+        session.generate(PROMPTS[:1], 3)
+        decode = engine.contexts[1:]
+        assert executor.stats().contexts == 3 == len(engine.contexts)
+        changes = [each.set_calls for each in decode]
+        session.generate(PROMPTS, 5)
+        session.generate(PROMPTS[:1], 5)
+        assert [each.set_calls for each in decode] == changes
+        assert [each.executions for each in decode] == [1, 1]
+        engine.max_contexts = 0
+        with pytest.raises(ExecutionError, match="made no execution context"):
+            session.generate(PROMPTS[:2], 3)
+        assert session.generate(PROMPTS, 3)
 
 
 def test_a_refused_shape_is_named(open_fake: Open) -> None:
