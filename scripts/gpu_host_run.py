@@ -38,8 +38,8 @@ from paged_trt.runtime.results import Generation
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import ExecutorStats
 from paged_trt.scripts.example_models.toy import write_toy
+from paged_trt.scripts.results import Results, commit
 
-SCHEMA: Final = 1
 ROOT: Final = Path(__file__).resolve().parents[1]
 TOY_DIALECT: Final = "attention23-past"
 METHOD: Final = (
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             folder = build(options, workspace)
         manifest = read_manifest(folder)
         row, agrees = end_to_end(folder, manifest, options)
-    path = write_results(options.output, "e2e", [row], manifest=manifest, options=options)
+    path = write_results(options.output, [row], manifest=manifest, options=options)
     sys.stdout.write(f"{json.dumps(row, indent=2)}\n{path}: {'agrees' if agrees else 'DIFFERS'}\n")
     return code or (0 if agrees else 1)
 
@@ -266,36 +266,32 @@ def free_bytes(ordinal: int) -> int:
 
 def write_results(
     output: Path,
-    kind: str,
     rows: list[dict[str, Any]],
     *,
     manifest: EngineManifest,
     options: argparse.Namespace,
 ) -> Path:
-    """Write `<kind>-<gpu>-<date>[-n].json`; an earlier file stays."""
+    """Write `e2e-<gpu>-<date>[-n].json`; an earlier file stays."""
     gpu, driver = _gpu(options.device)
     date = datetime.datetime.now(datetime.UTC)
-    data: dict[str, Any] = {
-        "schema": SCHEMA,
-        "kind": kind,
-        "commit": options.commit or _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "date": date.isoformat(timespec="seconds"),
-        "gpu": gpu,
-        "driver": driver,
-        "cuda": cuda.nvrtc_version(),
-        "tensorrt": f"{manifest.build.flavor} {trt.version()}",
-        "method": METHOD,
-        "ceilings": {},
-        "peers": {},
-        "rows": rows,
-    }
+    results = Results(
+        kind="e2e",
+        commit=options.commit or commit(),
+        date=date.date(),
+        gpu=gpu,
+        driver=driver,
+        cuda=cuda.nvrtc_version(),
+        tensorrt=f"{manifest.build.flavor} {trt.version()}",
+        method=METHOD,
+        rows=rows,
+    )
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    stem, number = f"{kind}-{slug}-{date:%Y%m%d}", 1
+    stem, number = f"e2e-{slug}-{date:%Y%m%d}", 1
     path = output / f"{stem}.json"
     while path.exists():
         number += 1
         path = output / f"{stem}-{number}.json"
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    results.write(path)
     return path
 
 
