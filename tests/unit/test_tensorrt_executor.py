@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from fake_driver import FakeDriver
 from fake_engine import FakeEngine, read_memory
 from session.paged_toy import make_scales, make_spec, open_toy, prompt_of
 
-from paged_trt.plugins.device import Device
+from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, ManifestError
+from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
-from paged_trt.runtime.pool import layer_pools
+from paged_trt.runtime.bindings import StepBuffers
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.pool import DeviceArena, layer_pools
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 
@@ -252,3 +256,29 @@ def test_pools_are_zero_and_values_follow_keys(open_fake: Open, driver: FakeDriv
         assert not read_memory(key, (2 * size,), np.dtype(np.uint8)).any()
         assert driver.blocks[key]
     executor.close()
+
+
+@pytest.mark.parametrize("tokens", [3, 33, 40])
+def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriver) -> None:
+    spec = dataclasses.replace(make_spec(), reads_position_ids=True)
+    buffers = StepBuffers(DeviceArena(Device(driver=driver)), spec)
+    rng = np.random.default_rng(tokens)
+    inputs = StepInputs(
+        input_ids=rng.integers(0, 90, tokens),
+        position_ids=rng.integers(0, 90, tokens),
+        page_table=rng.integers(-1, 9, (3, 2)).astype(np.int32),
+        query_start_offsets=np.asarray([0, 1, 2, tokens], np.int32),
+        past_lens=rng.integers(0, 90, 3).astype(np.int32),
+    )
+    stream = Stream(driver)
+    for _ in range(2):
+        buffers.upload(inputs, stream)
+    assert driver.calls["cuMemcpyHtoDAsync"] == 3  # the table once
+    bindings = buffers.bindings(StepShape(num_tokens=tokens, num_seqs=3, table_width=2))
+    for name, (address, dims) in bindings.items():
+        assert address % 256 == 0
+        if dims is not None:
+            array = getattr(inputs, name)
+            found = read_memory(address, dims, array.dtype)
+            assert np.array_equal(found.reshape(array.shape), array), name
+    assert bindings["position_ids"][1] == bindings["input_ids"][1] == (1, tokens)
