@@ -47,6 +47,12 @@ _ANY_STEP: Final = StepShape(num_tokens=1, num_seqs=1, table_width=1)
 """The kernels of a layer do not depend on the step."""
 
 
+_ATTACHED: Final[list[Any]] = []
+"""Instances that contexts run, kept for good. The bindings drop the last reference to one when its
+context is made, and TensorRT deletes it when the context ends: it would be freed twice, and the
+process abort (RTX 1.6.1)."""
+
+
 class PagedAttentionPlugin(
     api.IPluginV3,  # type: ignore[misc,name-defined]
     api.IPluginV3OneCore,  # type: ignore[misc,name-defined]
@@ -101,6 +107,7 @@ class PagedAttentionPlugin(
         """
         copy = self.clone()
         copy._load_kernels()
+        _ATTACHED.append(copy)
         return copy
 
     # An exception in `attach_to_context` ends the process: whoever attaches looks for a kept one.
