@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_for
@@ -121,6 +121,8 @@ def compare_engine(model: Path, directory: Path, options: CompareOptions) -> Com
         SpecMismatchError: the plan and the manifest disagree.
     """
     runners = _polygraphy_runners()
+    if options.seed < 0:
+        raise ConfigError(f"`--seed` must be 0 or more, got {options.seed}")
     manifest = read_manifest(directory)
     scenarios = _scenarios(manifest.spec, options)
     tolerance = tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol)

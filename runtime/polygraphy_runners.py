@@ -18,6 +18,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
+from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, compare_sequence
 from paged_trt.runtime.dense import Decoder, Generation, greedy
 from paged_trt.runtime.scenarios import Scenario
@@ -135,6 +136,15 @@ class _Rule:
 
     def __call__(self, dense: Mapping[str, Array], paged: Mapping[str, Array]) -> dict[str, bool]:
         scenario = next(self._pending)
+        widths = dense[_LOGITS].shape[-1], paged[_LOGITS].shape[-1]
+        if widths[0] != widths[1]:
+            raise SpecMismatchError(
+                "vocab_size",
+                widths[1],
+                widths[0],
+                where="logits of the model",
+                remedy="pass the model that the engine was built from",
+            )
         ours, theirs = (zip(each[_TOKENS], each[_LOGITS], strict=True) for each in (dense, paged))
         results = tuple(
             compare_sequence(left, right, prompt_len=len(prompt), tolerance=self._tolerance)

@@ -84,10 +84,12 @@ def make_scenarios(
 
     Raises:
         ConfigError: there is no prompt, or `num_new_tokens` is 0.
-        SequenceError: a prompt is empty or longer than the engine serves.
+        SequenceError: a prompt is empty, longer than the engine serves, or holds an id outside
+            its vocabulary.
     """
     lengths = [len(prompt) for prompt in prompts]
     _check(spec, lengths, num_new_tokens)
+    _check_ids(spec, prompts)
     arrays = tuple(np.asarray(prompt, np.int64) for prompt in prompts)
     whole = Scenario(prompts=arrays, num_new_tokens=num_new_tokens, prefill_chunk=None)
     # An even limit below the chunk may divide a page; one less is odd and does not.
@@ -99,6 +101,17 @@ def make_scenarios(
         return [whole]
     chunked = dataclasses.replace(whole, prefill_chunk=chunk)
     return [chunked] if longest > spec.max_num_tokens else [whole, chunked]
+
+
+def _check_ids(spec: EngineSpec, prompts: Sequence[Sequence[int] | Array]) -> None:
+    for index, prompt in enumerate(prompts):
+        for position, token in enumerate(prompt):
+            if not 0 <= token < spec.vocab_size:
+                raise SequenceError(
+                    f"prompt {index}: token {token} at position {position} is outside the "
+                    f"vocabulary of {spec.vocab_size}; encode the prompt with the model's own "
+                    "tokenizer"
+                )
 
 
 def _longest_prompt(spec: EngineSpec, num_new_tokens: int) -> int:

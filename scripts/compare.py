@@ -101,6 +101,8 @@ def command(
     if json_file is not None and not json_file.absolute().parent.is_dir():
         # Before the run, not after minutes of it.
         raise ConfigError(f"{json_file.parent} is no directory; create it first")
+    if json_file is not None and json_file.is_dir():
+        raise ConfigError(f"{json_file} is a directory; pass the name of a file to `--json`")
     prompts = _prompts(engine_dir, prompt_lens, texts=texts, ids=ids, chat=chat)
     report = compare_engine(
         model,

@@ -8,6 +8,7 @@ past the end of a file. Weights stay on disk and are mapped when they are read.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 
 import google.protobuf.message
@@ -23,6 +24,10 @@ MINIMUM_OPSET = 18
 """Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
 _EXPORT_AGAIN = "export the model again"
 _MAX_DIM = 2**40
+_MAX_NODES = 10**6
+"""Nodes after inlining: functions that call functions may double them at every level."""
+_MAX_NESTING = 64
+"""Functions inside functions."""
 
 
 def load_model(path: Path) -> ir.Model:
@@ -47,6 +52,7 @@ def load_model(path: Path) -> ir.Model:
     _check_versions(proto, path.name)
     if not proto.graph.node:
         raise OnnxRewriteError(path.name, "the graph has no nodes", _EXPORT_AGAIN)
+    _check_size(proto, path.name)
     folder = path.resolve().parent
     _refuse_sparse(proto)
     for tensor in model_tensors(proto):
@@ -121,6 +127,38 @@ def _check_versions(proto: onnx.ModelProto, name: str) -> None:
             name,
             f"opset {version} is older than {MINIMUM_OPSET}",
             "export again with `opset_version=23`",
+        )
+
+
+def _check_size(proto: onnx.ModelProto, name: str) -> None:
+    """Refuse functions that would unfold to more nodes than any model has."""
+    functions = {(each.domain, each.name, each.overload): each for each in proto.functions}
+    known: dict[tuple[str, str, str], int] = {}
+
+    def unfolded(nodes: Iterable[onnx.NodeProto], nesting: int) -> int:
+        if nesting > _MAX_NESTING:
+            raise OnnxRewriteError(
+                name,
+                f"its functions or graphs nest deeper than {_MAX_NESTING}, or call themselves",
+                _EXPORT_AGAIN,
+            )
+        count = 0
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
+            if key in functions and key not in known:
+                known[key] = unfolded(functions[key].node, nesting + 1)
+            count += known.get(key, 1)
+            for found in node.attribute:
+                bodies = [found.g, *found.graphs] if found.HasField("g") else found.graphs
+                count += sum(unfolded(body.node, nesting + 1) for body in bodies)
+        return count
+
+    count = unfolded(proto.graph.node, 0)
+    if count > _MAX_NODES:
+        raise OnnxRewriteError(
+            name,
+            f"its functions unfold to {count} nodes, over the limit of {_MAX_NODES}",
+            "export without functions",
         )
 
 

@@ -16,7 +16,7 @@ import pytest
 from engine_dirs import change_initializer, tamper, write_engine_dir
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, ExecutionError
+from paged_trt.plugins.errors import ConfigError, ExecutionError, SpecMismatchError
 from paged_trt.plugins.manifest import KV_SCALES_FILE, MODEL_FILE
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
@@ -192,6 +192,19 @@ def test_model_with_fewer_tokens_is_a_named_error(pair: tuple[Path, Path], tmp_p
         compare_engine(tmp_path / "small.onnx", pair[1], QUICK)
 
 
+def test_model_with_more_tokens_is_a_mismatch(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    model = onnx.load(pair[0])
+    head = model.graph.output[0].name
+    both = onnx.helper.make_node("Concat", ["half_logits", "half_logits"], [head], axis=-1)
+    for node in model.graph.node:
+        node.output[:] = ["half_logits" if name == head else name for name in node.output]
+    model.graph.node.append(both)
+    model.graph.output[0].type.tensor_type.shape.dim[2].dim_value *= 2
+    onnx.save(model, tmp_path / "large.onnx")
+    with pytest.raises(SpecMismatchError, match="`vocab_size` must be 512, found 1024"):
+        compare_engine(tmp_path / "large.onnx", pair[1], QUICK)
+
+
 def test_paged_model_without_its_function_gets_the_projects(copy: tuple[Path, Path]) -> None:
     _, engine = copy
     path = engine / "bare.onnx"
@@ -353,6 +366,10 @@ def test_users_tolerance_decides(pair: tuple[Path, Path]) -> None:
         (["--prompt-lens", "9999"], "max_input_len=384"),
         (["--new-tokens", "0"], "--new-tokens"),
         (["--rtol", "-1"], "--rtol"),
+        (["--seed", "-1"], "--seed"),
+        (["--input-ids", "1,512"], "vocabulary of 512"),
+        (["--input-ids", "1,-1"], "token -1 at position 1"),
+        (["--json", "."], "is a directory"),
     ],
 )
 def test_wrong_options_are_usage_errors(

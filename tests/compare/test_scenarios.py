@@ -73,8 +73,8 @@ def test_short_prompts_have_short_chunks() -> None:
 
 def test_given_prompts_are_run_as_they_are() -> None:
     limits = spec(capacity=1024, max_input_len=512, max_num_tokens=512)
-    whole, chunked = make_scenarios(limits, [(5, 6, 7), (8,)], num_new_tokens=4)
-    assert [list(prompt) for prompt in whole.prompts] == [[5, 6, 7], [8]]
+    whole, chunked = make_scenarios(limits, [(1, 2, 3), (0,)], num_new_tokens=4)
+    assert [list(prompt) for prompt in whole.prompts] == [[1, 2, 3], [0]]
     assert chunked.prefill_chunk == 1
 
 

@@ -128,6 +128,26 @@ def test_location_that_no_file_can_have(folder: Path) -> None:
         load_model(path)
 
 
+def test_functions_that_unfold_without_end(folder: Path) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("x", 1)]
+        proto.opset_import.append(opsets[1])
+        for level in range(40):
+            inner, domain = (f"F{level - 1}", "x") if level else ("Identity", "")
+            nodes = [
+                onnx.helper.make_node(inner, [source], [target], domain=domain)
+                for source, target in (("a", "b"), ("b", "c"))
+            ]
+            proto.functions.append(
+                onnx.helper.make_function("x", f"F{level}", ["a"], ["c"], nodes, opsets)
+            )
+        node = onnx.helper.make_node("F39", ["input_ids"], ["unfolded"], domain="x")
+        proto.graph.node.append(node)
+
+    with pytest.raises(OnnxRewriteError, match=r"over the limit of 1000000"):
+        load_model(edit(folder, change))
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no ONNX file"):
         load_model(tmp_path / "none.onnx")
