@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -38,15 +37,25 @@ from paged_trt.runtime.results import Generation
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import ExecutorStats
 from paged_trt.scripts.example_models.toy import write_toy
+from paged_trt.scripts.machine import gpu_and_driver
 from paged_trt.scripts.results import Results, commit
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TOY_DIALECT: Final = "attention23-past"
-METHOD: Final = (
-    "greedy decode of a ragged batch; the median of the host times of its decode steps, from the "
-    "inputs of a step to its logits in host memory; enqueue is the median host time of one "
-    "plugin call"
-)
+METHODS: Final = {
+    "e2e": (
+        "greedy decode of a ragged batch, tokens and logits against the reference executor on the "
+        "CPU; step times are host times from the inputs of a decode step to its logits in host "
+        "memory, enqueue is the host time of one plugin call; median, minimum and maximum of the "
+        "second of two runs"
+    ),
+    "gpu-matrix": (
+        "kernels against NumPy in float64 over the same pools; the error of each token row is at "
+        "most twice that of a computation of the same precision, and one rounding of the output; "
+        "the row whose error is the largest part of its allowance is kept; pool bytes after an "
+        "append are equal"
+    ),
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,15 +63,17 @@ class Decoded:
     """One executor's run.
 
     Attributes:
+        executor: its name.
         generations: one per prompt, with logits.
-        step_us: median host time of a decode step.
+        step_us: host time of each decode step.
         enqueue_us: median host time of a plugin call; None where it was not measured.
         stats: of a TensorRT executor.
         notes: what a report must say.
     """
 
+    executor: str
     generations: list[Generation]
-    step_us: float
+    step_us: tuple[float, ...]
     enqueue_us: float | None
     stats: ExecutorStats | None
     notes: tuple[str, ...]
@@ -78,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         0, or 1 where a test failed or tokens differ by more than a near tie.
     """
     options.output.mkdir(parents=True, exist_ok=True)
-    code = 0 if options.skip_tests else run_tests(options.tests, options.output)
+    code = 0 if options.skip_tests else run_tests(options)
     with contextlib.ExitStack() as stack:
         folder = options.engine
         if folder is None:
@@ -86,16 +97,28 @@ def run(options: argparse.Namespace) -> int:
             folder = build(options, workspace)
         manifest = read_manifest(folder)
         row, agrees = end_to_end(folder, manifest, options)
-    path = write_results(options.output, [row], manifest=manifest, options=options)
+    tensorrt = f"{manifest.build.flavor} {trt.version()}"
+    path = write_results(options.output, "e2e", [row], tensorrt=tensorrt, options=options)
     sys.stdout.write(f"{json.dumps(row, indent=2)}\n{path}: {'agrees' if agrees else 'DIFFERS'}\n")
     return code or (0 if agrees else 1)
 
 
-def run_tests(tests: list[str], output: Path) -> int:
-    """Run pytest with `--require-gpu`; its report is `gpu-tests.xml`. Gives 0 or 1."""
-    report = f"--junitxml={output.resolve() / 'gpu-tests.xml'}"
-    words = [sys.executable, "-m", "pytest", "--require-gpu", "-q", report, *tests]
-    done = subprocess.run(words, cwd=ROOT, check=False)  # noqa: S603 - our own words
+def run_tests(options: argparse.Namespace) -> int:
+    """Run pytest with `--require-gpu` and write what it compared; gives 0 or 1.
+
+    pytest's own report is `gpu-tests.xml`; PYTEST_ADDOPTS adds to its options, `-n 8` say.
+    """
+    report = options.output.resolve() / "gpu-tests.xml"
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Path(folder) / "matrix.json"
+        words = [
+            *(sys.executable, "-m", "pytest", "--require-gpu", "-q"),
+            *(f"--junitxml={report}", f"--gpu-matrix={matrix}", *options.tests),
+        ]
+        done = subprocess.run(words, cwd=ROOT, check=False)  # noqa: S603 - our own words
+        rows = json.loads(matrix.read_text(encoding="utf-8")) if matrix.exists() else []
+    if rows:
+        write_results(options.output, "gpu-matrix", rows, tensorrt="not used", options=options)
     return int(done.returncode != 0)
 
 
@@ -134,9 +157,9 @@ def end_to_end(
     eager = decode(
         open_plan(folder, device=options.device, uses_graphs=False), prompts, options.new_tokens
     )
-    reference = decode(load_engine(folder, "reference"), prompts, options.new_tokens)
+    reference = decode(load_engine(folder, "reference"), prompts, options.new_tokens, warm_up=False)
     difference, excused = first_difference(
-        reference.generations, eager.generations, tolerance_for(spec)
+        reference.generations, eager.generations, tolerance_for(spec, executor=eager.executor)
     )
     same_bits = all(
         _same_bits(one, two)
@@ -144,20 +167,34 @@ def end_to_end(
     )
     row = {
         "model": manifest.source.name,
+        "dialect": manifest.source.dialect,
+        "layers": len(spec.layers),
         "executor": "tensorrt",
+        "against": "the reference executor",
+        "route": manifest.build.route,
+        "num_pages": spec.pool.num_pages,
         "prompts": [len(prompt) for prompt in prompts],
         "new_tokens": options.new_tokens,
         "tokens_equal": difference is None,
         "first_difference": difference,
         "replay_equals_eager": same_bits,
-        "step_us_eager": eager.step_us,
-        "step_us_graph": replayed.step_us,
+        **_spread("step_us_eager", eager.step_us),
+        **_spread("step_us_graph", replayed.step_us),
         "enqueue_us_per_layer": eager.enqueue_us,
         "device_memory_bytes": memory,
         "counts": dataclasses.asdict(replayed.stats) if replayed.stats else None,
         "notes": [*replayed.notes, *reference.notes],
     }
     return row, same_bits and (difference is None or excused)
+
+
+def _spread(name: str, times: tuple[float, ...]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {
+        name: round(statistics.median(times), 1),
+        f"{name}_min": round(min(times), 1),
+        f"{name}_max": round(max(times), 1),
+    }
 
 
 def make_prompts(vocab_size: int, longest: int, count: int) -> list[list[int]]:
@@ -168,17 +205,21 @@ def make_prompts(vocab_size: int, longest: int, count: int) -> list[list[int]]:
     return [random.integers(0, vocab_size, length).tolist() for length in chosen]
 
 
-def decode(executor: Executor, prompts: list[list[int]], new_tokens: int) -> Decoded:
-    """Run all prompts twice and keep the second run, whose kernels and graphs are ready."""
+def decode(
+    executor: Executor, prompts: list[list[int]], new_tokens: int, *, warm_up: bool = True
+) -> Decoded:
+    """Run all prompts; with `warm_up` twice, to keep the run whose kernels and graphs are ready."""
     with Session(executor) as session, _timed_steps(executor) as steps, _timed_enqueue() as calls:
-        session.generate(prompts, new_tokens)
-        steps.clear()
-        calls.clear()
+        if warm_up:
+            session.generate(prompts, new_tokens)
+            steps.clear()
+            calls.clear()
         generations = session.generate(prompts, new_tokens, keep_logits=True)
         stats = getattr(executor, "stats", None)
         return Decoded(
+            executor=executor.name,
             generations=generations,
-            step_us=round(statistics.median(steps), 1),
+            step_us=tuple(steps),
             enqueue_us=round(statistics.median(calls), 2) if calls else None,
             stats=stats() if stats else None,
             notes=executor.notes,
@@ -266,49 +307,33 @@ def free_bytes(ordinal: int) -> int:
 
 def write_results(
     output: Path,
+    kind: str,
     rows: list[dict[str, Any]],
     *,
-    manifest: EngineManifest,
+    tensorrt: str,
     options: argparse.Namespace,
 ) -> Path:
-    """Write `e2e-<gpu>-<date>[-n].json`; an earlier file stays."""
-    gpu, driver = _gpu(options.device)
-    date = datetime.datetime.now(datetime.UTC)
-    results = Results(
-        kind="e2e",
-        commit=options.commit or commit(),
-        date=date.date(),
-        gpu=gpu,
-        driver=driver,
-        cuda=cuda.nvrtc_version(),
-        tensorrt=f"{manifest.build.flavor} {trt.version()}",
-        method=METHOD,
-        rows=rows,
+    """Write `<kind>-<gpu>-<date>[-n].json`; an earlier file stays."""
+    gpu, driver = gpu_and_driver(options.device)
+    date = datetime.datetime.now(datetime.UTC).date()
+    results = Results.model_validate(
+        {
+            "kind": kind,
+            "commit": options.commit or commit(),
+            "date": date,
+            "gpu": gpu,
+            "driver": driver,
+            "cuda": cuda.nvrtc_version(),
+            "tensorrt": tensorrt,
+            "method": METHODS[kind],
+            "rows": rows,
+        }
     )
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    stem, number = f"e2e-{slug}-{date:%Y%m%d}", 1
+    stem, number = f"{kind}-{slug}-{date:%Y%m%d}", 1
     path = output / f"{stem}.json"
     while path.exists():
         number += 1
         path = output / f"{stem}-{number}.json"
     results.write(path)
     return path
-
-
-def _gpu(device: int) -> tuple[str, str]:
-    """Name of the device and version of its driver."""
-    query = ("--query-gpu=name,driver_version", "--format=csv,noheader", f"--id={device}")
-    text = _output("nvidia-smi", *query)
-    name, _, version = text.partition(", ")
-    return name or cuda.device_arch(device), version or "unknown"
-
-
-def _output(program: str, *words: str) -> str:
-    """Standard output of a program; empty where it is missing or fails."""
-    path = shutil.which(program)
-    if path is None:
-        return ""
-    done = subprocess.run(  # noqa: S603 - our own words
-        [path, *words], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else ""
