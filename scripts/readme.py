@@ -49,7 +49,7 @@ def e2e_table(files: list[tuple[str, Results]]) -> str:
                 f"| {row['model']}, {row['layers']} layers | {row['executor']} executor, "
                 f"GPU {results.gpu} | {results.tensorrt}, route {row['route']} "
                 f"| {row['against']} | {len(row['prompts'])} x {row['new_tokens']} | {equal} "
-                f"| {', '.join(steps)} | [{name}](tests/bench/results/{name}) |"
+                f"| {', '.join(steps)} | [`{name}`](tests/bench/results/{name}) |"
             )
     return "\n".join(lines) + "\n"
 
