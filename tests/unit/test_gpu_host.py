@@ -138,7 +138,7 @@ def host_run(monkeypatch: pytest.MonkeyPatch) -> Any:
         gpu_host_run, "open_plan", lambda folder, **_: load_engine(folder, "reference")
     )
     monkeypatch.setattr(gpu_host_run, "free_bytes", lambda ordinal: 0)
-    monkeypatch.setattr(gpu_host_run, "_gpu", lambda device: ("NVIDIA Test 1", "1.2"))
+    monkeypatch.setattr(gpu_host_run, "gpu_and_driver", lambda device: ("NVIDIA Test 1", "1.2"))
     return gpu_host_run
 
 
