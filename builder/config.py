@@ -74,7 +74,7 @@ def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:
         ),
         layers=facts.layers,
         activation_dtype=activation,
-        kv_cache_dtype=_kv_cache_dtype(config, activation),
+        kv_cache_dtype=_kv_cache_dtype(config, facts, activation),
         vocab_size=facts.vocab_size,
         # Logits that the model casts to another type on purpose keep that type.
         logits_dtype=(
@@ -131,9 +131,11 @@ def _activation_dtype(config: BuildConfig, facts: ModelFacts) -> DType:
     return _choice("--dtype", config.dtype, ACTIVATION_DTYPES)
 
 
-def _kv_cache_dtype(config: BuildConfig, activation: DType) -> DType:
+def _kv_cache_dtype(config: BuildConfig, facts: ModelFacts, activation: DType) -> DType:
     if config.kv_cache_dtype == AUTO:
-        dtype = activation
+        # A paged model has chosen already; a cache in the model's own type follows `--dtype`.
+        own = facts.kv_cache_dtype
+        dtype = activation if own is facts.activation_dtype else own
     else:
         dtype = _choice("--kv-cache-dtype", config.kv_cache_dtype, KV_CACHE_DTYPES)
     if dtype.is_quantised and config.kv_scales is None:

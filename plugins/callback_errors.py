@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -15,6 +16,22 @@ class CallbackErrors:
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
+        self._num_watchers = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether whoever runs the callbacks looks at `first` afterwards."""
+        return self._num_watchers > 0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Promise, for the block, to look at `first` at its end; it starts empty."""
+        self.clear()
+        self._num_watchers += 1
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
 
     def keep(self, error: BaseException) -> None:
         """Store `error` unless an earlier one is there: later ones are its consequences."""
@@ -63,3 +80,22 @@ def kept_or(fallback: _R) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         return guarded
 
     return decorate
+
+
+def kept_where_watched(callback: Callable[_P, None]) -> Callable[_P, None]:
+    """A callback whose exception reaches TensorRT only where nobody else would notice it.
+
+    Seen on RTX 1.6.1: an exception in `enqueue` leaves a damaged heap, and the process aborts
+    when the engine is freed. Who runs steps inside `CallbackErrors.watched` gets none.
+    """
+
+    @functools.wraps(callback)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            callback(*args, **kwargs)
+        except BaseException as error:
+            CALLBACK_ERRORS.keep(error)
+            if not CALLBACK_ERRORS.is_watched:
+                raise
+
+    return guarded

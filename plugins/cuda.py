@@ -1,6 +1,7 @@
 """Import seam of CUDA's Python packages: the only module that names `cuda.*`.
 
-Importing this module loads nothing. Compiling needs no device and no driver.
+Importing this module loads nothing. Compiling needs no device and no driver. `driver()` is the
+module of driver calls; objects made of them (memory, streams, graphs) are in `device`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from paged_trt.plugins.errors import ConfigError, KernelCompileError, UnsupportedError
+from paged_trt.plugins.errors import (
+    ConfigError,
+    ExecutionError,
+    KernelCompileError,
+    UnsupportedError,
+)
 
-_INSTALL = 'install it with `pip install "paged-trt[cuda]"`'
+COMPILE_STANDARD: Final = "c++17"
+"""The only compiler option besides the architecture and the include path."""
+_INSTALL: Final = 'install it with `pip install "paged-trt[cuda]"`'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +66,8 @@ def compile_cubin(
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ConfigError(f"`{arch}` is no architecture; write it as `sm_90`")
     core = _core()
-    include_path = [*map(str, include_directories), *map(str, _cuda_headers())]
-    options = core.ProgramOptions(arch=arch, std="c++17", include_path=include_path)
+    include_path = [*map(str, include_directories), *map(str, cuda_headers())]
+    options = core.ProgramOptions(arch=arch, std=COMPILE_STANDARD, include_path=include_path)
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", options)
@@ -73,21 +81,94 @@ def compile_cubin(
     return Cubin(code=bytes(binary.code), arch=arch, names=names, log=log.getvalue())
 
 
-@functools.cache
-def device_arch() -> str:
-    """Architecture of the current device, such as `sm_90`.
+def nvrtc_version() -> str:
+    """Version of the compiler, such as `13.0`.
 
     Raises:
-        UnsupportedError: there is no driver, no device, or `cuda-core` is not installed.
+        UnsupportedError: NVRTC is not installed.
     """
-    core = _core()
     try:
-        major, minor = core.Device().compute_capability
-    except Exception as error:  # a missing driver and a missing device raise unrelated types
-        raise UnsupportedError(
-            f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
-        ) from error
-    return f"sm_{major}{minor}"
+        from cuda.bindings import nvrtc
+
+        major, minor = check(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedError(f"NVRTC is not installed ({error}); {_INSTALL}") from error
+    return f"{major}.{minor}"
+
+
+@functools.cache
+def cuda_headers() -> tuple[Path, ...]:
+    """Include directories of CUDA itself.
+
+    Raises:
+        UnsupportedError: they are not installed.
+    """
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError as error:
+        raise UnsupportedError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
+    found = find_nvidia_header_directory("cudart")
+    if found is None:
+        raise UnsupportedError(f"the headers of CUDA are not installed; {_INSTALL}")
+    return (Path(found),)
+
+
+@functools.cache
+def driver() -> Any:
+    """The module of driver calls, initialized. Each call gives (error, *values).
+
+    Raises:
+        UnsupportedError: there is no driver, or `cuda-bindings` is not installed.
+    """
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise UnsupportedError(f"`cuda-bindings` is not installed; {_INSTALL}") from error
+    try:
+        check(module.cuInit(0), "cuInit")
+    except RuntimeError as error:  # also what the bindings raise where libcuda is missing
+        raise _no_device(error) from error
+    return module
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """Value of a call of the driver or of NVRTC: None, one value or a tuple.
+
+    Args:
+        result: what the call gave.
+        what: the call, for the message.
+
+    Raises:
+        ExecutionError: the call failed.
+    """
+    error, *values = result
+    if int(error):
+        raise ExecutionError(f"{what} failed: {getattr(error, 'name', error)}")
+    return tuple(values) if len(values) > 1 else next(iter(values), None)
+
+
+def device_arch(ordinal: int | None = None) -> str:
+    """Architecture of a device, such as `sm_90`.
+
+    Args:
+        ordinal: number of the device; None is the current one, 0 where none is.
+
+    Raises:
+        UnsupportedError: there is no driver or no such device.
+    """
+    return _device(ordinal)[0]
+
+
+def multiprocessors(ordinal: int | None = None) -> int:
+    """Multiprocessors of a device.
+
+    Args:
+        ordinal: as in `device_arch`.
+
+    Raises:
+        UnsupportedError: there is no driver or no such device.
+    """
+    return _device(ordinal)[1]
 
 
 def driver_available() -> bool:
@@ -99,21 +180,50 @@ def driver_available() -> bool:
     return True
 
 
+def _device(ordinal: int | None) -> tuple[str, int]:
+    module = driver()
+    if ordinal is None:
+        error, current = module.cuCtxGetDevice()
+        # No current context: CUDA's runtime would take the first device.
+        ordinal = 0 if int(error) else int(current)
+    return _attributes(ordinal)
+
+
+@functools.cache
+def _attributes(ordinal: int) -> tuple[str, int]:
+    """Architecture and multiprocessors."""
+    module = driver()
+    try:
+        count = check(module.cuDeviceGetCount(), "cuDeviceGetCount")
+        if not 0 <= ordinal < count:
+            raise UnsupportedError(
+                f"there is no CUDA device {ordinal}, this machine has {count}; pass `--device` "
+                "with a smaller number"
+            )
+        device = check(module.cuDeviceGet(ordinal), "cuDeviceGet")
+        names = module.CUdevice_attribute
+        major, minor, units = (
+            check(module.cuDeviceGetAttribute(name, device), "cuDeviceGetAttribute")
+            for name in (
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+            )
+        )
+    except ExecutionError as error:
+        raise _no_device(error) from error
+    return f"sm_{major}{minor}", units
+
+
+def _no_device(error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
+    )
+
+
 def _core() -> Any:
     try:
         import cuda.core
     except ImportError as error:
         raise UnsupportedError(f"`cuda-core` is not installed; {_INSTALL}") from error
     return cuda.core
-
-
-@functools.cache
-def _cuda_headers() -> tuple[Path, ...]:
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-    except ImportError as error:
-        raise UnsupportedError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
-    found = find_nvidia_header_directory("cudart")
-    if found is None:
-        raise UnsupportedError(f"the headers of CUDA are not installed; {_INSTALL}")
-    return (Path(found),)

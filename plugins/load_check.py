@@ -136,17 +136,17 @@ def table_from_engine(engine: Any) -> EngineTable:
     tensors = []
     for name in names:
         is_input = engine.get_tensor_mode(name) == api.TensorIOMode.INPUT
-        profiles = tuple(
-            _bounds(engine.get_tensor_profile_shape(name, index))
-            for index in range(engine.num_optimization_profiles)
-        )
+        # TensorRT raises where an output is asked for its profiles.
+        profiles = range(engine.num_optimization_profiles if is_input else 0)
         tensors.append(
             EngineTensor(
                 name=name,
                 is_input=is_input,
                 dtype=from_api_dtype(engine.get_tensor_dtype(name)),
                 dims=tuple(engine.get_tensor_shape(name)),
-                profiles=profiles if is_input else (),
+                profiles=tuple(
+                    _bounds(engine.get_tensor_profile_shape(name, index)) for index in profiles
+                ),
                 alias_of=None if is_input else _alias(engine, name),
             )
         )

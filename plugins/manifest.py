@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +15,7 @@ from paged_trt.plugins.errors import ManifestError, SpecMismatchError
 from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.kv import TOKENS_PER_PAGE
 from paged_trt.plugins.tensors import EngineSpec, TensorSpec
+from paged_trt.plugins.version import version
 
 SCHEMA: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
@@ -130,7 +130,7 @@ class EngineManifest(_Record):
         )
         return cls(
             schema_version=SCHEMA,
-            created_by=f"paged-trt {importlib.metadata.version('paged-trt')}",
+            created_by=f"paged-trt {version()}",
             pool=pool,
             spec=spec,
             geometry_sha256=geometry_sha256(spec),

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from paged_trt.plugins import cuda
-from paged_trt.plugins.callback_errors import kept, kept_or
+from paged_trt.plugins import cuda, device
+from paged_trt.plugins.callback_errors import kept, kept_or, kept_where_watched
 from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
-from paged_trt.plugins.launch import dispatch
+from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
+from paged_trt.plugins.launch.kernels_decode import CallAddresses
+from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import (
     ALIASES,
     Dims,
@@ -41,6 +43,14 @@ PLUGIN_NAMES: Final = {Route.PLUGIN: (OP_TYPE, OP_DOMAIN), Route.GQA: (GQA_NAME,
 
 _ALIASED_INPUT: Final = {int(output): int(operand) for output, operand in ALIASES.items()}
 _NO_ALIAS: Final = -1
+_ANY_STEP: Final = StepShape(num_tokens=1, num_seqs=1, table_width=1)
+"""The kernels of a layer do not depend on the step."""
+
+
+_ATTACHED: Final[list[Any]] = []
+"""Instances that contexts run, kept for good. The bindings drop the last reference to one when its
+context is made, and TensorRT deletes it when the context ends: it would be freed twice, and the
+process abort (RTX 1.6.1)."""
 
 
 class PagedAttentionPlugin(
@@ -65,7 +75,14 @@ class PagedAttentionPlugin(
         self.tactic = TACTIC_PLANNER
         self._planner = PolicyPlanner(explicit=spec.attention_plan)
         self._arch: str | None = None
-        self._request: AttentionPlanRequest | None = None
+        self._num_multiprocessors: int | None = None
+        self._places: list[tuple[int, int]] = []
+        query, key, value = (
+            spec.layout.token_stride(operand, spec.operator)
+            for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
+        )
+        self._token_strides = (query, key, value)
+        self._launcher = LayerLauncher()
         self._field_arrays: list[Any] = []
         inputs = input_dtypes(spec.layout, spec.activation_dtype, spec.kv_cache_dtype)
         pools = (spec.kv_cache_dtype, spec.kv_cache_dtype)
@@ -83,13 +100,23 @@ class PagedAttentionPlugin(
         return copy
 
     def attach_to_context(self, context: Any) -> PagedAttentionPlugin:
-        """The instance that one execution context runs.
+        """The instance that one execution context runs; its kernels are loaded here.
 
-        RTX attaches during a build as well, and that may happen where there is no device.
+        RTX attaches during a build as well, and then there may be no device, or no context that
+        could hold a kernel.
         """
         copy = self.clone()
-        copy._arch = _arch_of_device() or None
+        copy._load_kernels()
+        _ATTACHED.append(copy)
         return copy
+
+    # An exception in `attach_to_context` ends the process: whoever attaches looks for a kept one.
+    @kept_or(None)
+    def _load_kernels(self) -> None:
+        if cuda.driver_available() and device.context_id():
+            self._arch = cuda.device_arch()
+            self._num_multiprocessors = cuda.multiprocessors()
+            KERNELS.warm(warm_keys(self._plan_request(_ANY_STEP)))
 
     def get_aliased_input(self, output: int) -> int:
         """Input whose memory an output uses; must not raise: TensorRT would drop the alias."""
@@ -157,9 +184,9 @@ class PagedAttentionPlugin(
         """
         where = f"{self._where()}, actual shape"
         self._check_dtypes([item.type for item in inputs], where)
-        self._request = self._plan_request(
-            self._check_dims([tuple(item.dims) for item in inputs], where)
-        )
+        step = self._check_dims([tuple(item.dims) for item in inputs], where)
+        self._places = self._operand_places(step.num_seqs)
+        self._launcher.set_shape(self._plan_request(step))
 
     @kept
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
@@ -196,7 +223,7 @@ class PagedAttentionPlugin(
             ]
         )
 
-    @kept
+    @kept_where_watched
     def enqueue(
         self,
         input_desc: Sequence[Any],
@@ -211,36 +238,41 @@ class PagedAttentionPlugin(
         Raises:
             KernelLaunchError: a kernel is missing, or a pool output is not its input's memory.
         """
-        request = self._request
-        if request is None:
+        launcher = self._launcher
+        if not launcher.has_shape:
             raise KernelLaunchError(f"{self._where()}: enqueue came before on_shape_change")
+        launcher.enqueue(
+            inputs, outputs, workspace, stream, locate=self._locate, prepare=self._prepare
+        )
+
+    def _locate(
+        self, inputs: Sequence[int], outputs: Sequence[int], workspace: int
+    ) -> CallAddresses:
         for output, operand in _ALIASED_INPUT.items():
             if outputs[output] != inputs[operand]:
                 raise KernelLaunchError(
                     f"{self._where()}: pool output {output} is at {outputs[output]:#x} and its "
                     f"input at {inputs[operand]:#x}; bind both to one address"
                 )
-        spec = self.spec
-        query, key, value = (
-            spec.layout.token_stride(operand, spec.operator)
-            for operand in (Operand.QUERY, Operand.KEY, Operand.VALUE)
-        )
-        call = AttentionCall(
-            operands=tuple(self._address(operand, inputs, request) for operand in Operand),
-            token_strides=(query, key, value),
+        return CallAddresses(
+            operands=tuple([inputs[index] + offset for index, offset in self._places]),
+            token_strides=self._token_strides,
             output=outputs[Output.OUTPUT],
             workspace=workspace,
-            stream=stream,
         )
-        dispatch.enqueue(call, request, planner=self._planner)
 
-    def _address(
-        self, operand: Operand, inputs: Sequence[int], request: AttentionPlanRequest
-    ) -> int:
-        layout = self.spec.layout
-        index = layout.index[operand]
-        offset = layout.element_offset(operand, self.spec.operator, request.step.num_seqs)
-        return inputs[index] + offset * self._dtypes[index].itemsize
+    def _operand_places(self, num_seqs: int) -> list[tuple[int, int]]:
+        """Plugin input and byte offset of each operand."""
+        layout, operator = self.spec.layout, self.spec.operator
+        places = []
+        for operand in Operand:
+            index = layout.index[operand]
+            offset = layout.element_offset(operand, operator, num_seqs)
+            places.append((index, offset * self._dtypes[index].itemsize if offset else 0))
+        return places
+
+    def _prepare(self, request: AttentionPlanRequest, addresses: CallAddresses) -> PreparedStep:
+        return PreparedStep(request, self.spec.operator, addresses, planner=self._planner)
 
     def _plan_request(self, step: StepShape) -> AttentionPlanRequest:
         return AttentionPlanRequest(
@@ -249,6 +281,7 @@ class PagedAttentionPlugin(
             activation_dtype=self.spec.activation_dtype,
             kv_cache_dtype=self.spec.kv_cache_dtype,
             step=step,
+            num_multiprocessors=self._num_multiprocessors,
         )
 
     def _where(self) -> str:
@@ -262,8 +295,3 @@ class PagedAttentionPlugin(
             found = from_api_dtype(api_dtype)
             if found is not want:
                 raise SpecMismatchError(f"{name}.dtype", want.value, found.value, where=where)
-
-
-@kept_or("")
-def _arch_of_device() -> str:
-    return cuda.device_arch() if cuda.driver_available() else ""

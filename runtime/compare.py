@@ -31,6 +31,7 @@ class CompareOptions:
 
     Attributes:
         executor: `auto`, `tensorrt` or `reference`.
+        device: number of the CUDA device that runs a plan.
         num_new_tokens: greedy tokens of each prompt.
         prompt_lens: lengths of random prompts; None takes lengths around whole pages.
         prompts: token ids of the prompts, instead of random ones.
@@ -40,6 +41,7 @@ class CompareOptions:
     """
 
     executor: str = "auto"
+    device: int = 0
     num_new_tokens: int = 16
     prompt_lens: Sequence[int] | None = None
     prompts: Sequence[Sequence[int]] | None = None
@@ -123,10 +125,12 @@ def compare_engine(model: Path, directory: Path, options: CompareOptions) -> Com
         raise ConfigError(f"`--seed` must be 0 or more, got {options.seed}")
     manifest = read_manifest(directory)
     scenarios = _scenarios(manifest.spec, options)
-    tolerance = tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol)
     decoder = open_decoder(model)
-    executor = load_engine(directory, executor=options.executor)
+    executor = load_engine(directory, executor=options.executor, device=options.device)
     try:
+        tolerance = tolerance_for(
+            manifest.spec, executor=executor.name, atol=options.atol, rtol=options.rtol
+        )
         generator = PagedGenerator(executor, seed=options.seed)
         results = runners.run(decoder, generator, scenarios, tolerance=tolerance)
     finally:

@@ -23,14 +23,15 @@ from paged_trt.plugins.manifest import (
 )
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.reference_executor import ReferenceExecutor
+from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
+from paged_trt.runtime.tensorrt_loader import open_engine
 
 EXECUTORS: Final = ("auto", "tensorrt", "reference")
 """Values of `--executor`."""
-_NO_TENSORRT: Final = "this version of paged-trt does not run TensorRT plans yet"
 _LOG: Final = logging.getLogger("paged_trt")
 
 
-def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
+def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 0) -> Executor:
     """Open an engine directory.
 
     Args:
@@ -38,6 +39,7 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
         executor: `tensorrt` runs the plan, `reference` runs `model.onnx` on a CPU, `auto`
             takes the first that can run; a fall back to the reference is one of the
             executor's notes.
+        device: number of the CUDA device that runs the plan.
 
     Raises:
         ConfigError: there is no executor of that name.
@@ -45,20 +47,52 @@ def load_engine(directory: Path | str, executor: str = "auto") -> Executor:
             no other file was interpreted.
         SpecMismatchError: the manifest or the model disagrees with its spec.
         UnsupportedError: the executor cannot run here, or the directory has no model for it.
+        KernelError: a kernel did not compile or load.
+        ExecutionError: the device has too little memory, or TensorRT refused.
     """
     if executor not in EXECUTORS:
         raise ConfigError(f"`{executor}` is no executor; choose one of {', '.join(EXECUTORS)}")
     folder = Path(directory)
+    manifest = _checked_manifest(folder)
+    if executor == "reference":
+        return _load_reference(folder, manifest, notes=())
+    scales = _scales(folder, manifest)
+    try:
+        return open_engine(folder, manifest, kv_scales=scales, ordinal=device)
+    except UnsupportedError as error:
+        if executor == "tensorrt":
+            raise UnsupportedError(
+                f"{error}; or pass `--executor reference` to run the model on the CPU"
+            ) from error
+        note = f"the reference executor runs the model on the CPU, for TensorRT cannot: {error}"
+    _LOG.info("%s", note)
+    return _load_reference(folder, manifest, notes=(note,))
+
+
+def open_plan(
+    directory: Path | str, *, device: int = 0, uses_graphs: bool = True
+) -> TensorRtExecutor:
+    """The TensorRT executor of an engine directory, for those who need more of it than `step`.
+
+    Args:
+        directory: what `paged-trt build` wrote.
+        device: number of the CUDA device.
+        uses_graphs: replay decode steps as CUDA graphs.
+
+    Raises:
+        PagedTrtError: as `load_engine` with `tensorrt`.
+    """
+    folder = Path(directory)
+    manifest = _checked_manifest(folder)
+    scales = _scales(folder, manifest)
+    return open_engine(folder, manifest, kv_scales=scales, ordinal=device, uses_graphs=uses_graphs)
+
+
+def _checked_manifest(folder: Path) -> EngineManifest:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     check_hops(folder, manifest)
-    if executor == "tensorrt":
-        raise UnsupportedError(f"{_NO_TENSORRT}; pass `--executor reference`")
-    notes: tuple[str, ...] = ()
-    if executor == "auto":
-        notes = (f"{_NO_TENSORRT}: the reference executor runs the model on the CPU",)
-        _LOG.info("%s", notes[0])
-    return _load_reference(folder, manifest, notes=notes)
+    return manifest
 
 
 def _load_reference(
@@ -70,8 +104,12 @@ def _load_reference(
             "runs; rebuild without `--no-reference`"
         )
     spec = manifest.spec
-    scales = _load_scales(folder, manifest) if spec.kv_cache_dtype.is_quantised else {}
+    scales = _scales(folder, manifest)
     return ReferenceExecutor(folder / MODEL_FILE, spec, kv_scales=scales, notes=notes)
+
+
+def _scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:
+    return _load_scales(folder, manifest) if manifest.spec.kv_cache_dtype.is_quantised else {}
 
 
 def _load_scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, ExecutionError, ManifestError, UnsupportedError
-from paged_trt.plugins.kv_scales import require_scales
+from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -24,6 +23,7 @@ from paged_trt.plugins.tensors import (
     pool_output_name,
 )
 from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
 
 Array = npt.NDArray[Any]
@@ -65,7 +65,7 @@ class ReferenceExecutor:
     ) -> None:
         self._spec = spec
         runtime = _import_onnxruntime()
-        scales = _checked_scales(spec, kv_scales or {})
+        scales = checked_scales(spec, kv_scales or {})
         model = open_reference_model(model_path, spec)
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
         self._session: Any = _make_session(runtime, model, model_path)
@@ -205,12 +205,3 @@ def _ort_value(runtime: ModuleType, array: Array) -> Any:
     element_type = next(each for each in DType if np.dtype(each.numpy) == array.dtype)
     raw = array.view(_RAW[array.itemsize])
     return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type.onnx)
-
-
-def _checked_scales(spec: EngineSpec, kv_scales: Mapping[str, Array]) -> dict[str, Array]:
-    if not spec.kv_cache_dtype.is_quantised:
-        return {}
-    try:
-        return {**require_scales(kv_scales, spec.layers, where="the engine's KV scales")}
-    except ConfigError as error:
-        raise ManifestError(f"{error}, and rebuild the engine with `--kv-scales`") from error

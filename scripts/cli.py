@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import io
 import logging
 import os
@@ -19,6 +18,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
+from paged_trt.plugins.version import version
 
 COMMANDS = ("explain", "build", "inspect", "run", "compare", "bench")
 EXIT_USAGE = 2
@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(importlib.metadata.version("paged-trt"), prog_name="paged-trt")
+@click.version_option(version(), prog_name="paged-trt")
 def cli() -> None:
     """Paged attention inside a TensorRT engine: explain, build, inspect, run and compare.
 

@@ -42,6 +42,9 @@ def _parse_prompt_lens(
     help="What runs the engine; auto is TensorRT where there is a GPU.",
 )
 @click.option(
+    "--device", type=int, default=0, show_default=True, help="CUDA device that runs the plan."
+)
+@click.option(
     "--new-tokens", type=int, default=16, show_default=True, help="Greedy tokens per prompt."
 )
 @click.option(
@@ -73,6 +76,7 @@ def command(
     model: Path,
     engine_dir: Path,
     executor: str,
+    device: int,
     new_tokens: int,
     prompt_lens: tuple[int, ...] | None,
     texts: tuple[str, ...],
@@ -105,6 +109,7 @@ def command(
         engine_dir,
         CompareOptions(
             executor=executor,
+            device=device,
             num_new_tokens=new_tokens,
             prompt_lens=prompt_lens,
             prompts=prompts,

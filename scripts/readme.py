@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,30 +22,70 @@ MARKER = re.compile(r"(<!-- results: (?P<kind>[\w-]+) -->\n).*?(<!-- end -->)", 
 
 
 def e2e_table(files: list[tuple[str, Results]]) -> str:
-    """Whole models through pages against the same models without."""
+    """Whole models through pages, against the same models without or on another executor."""
     lines = [
-        "| model | layers | TensorRT | ran on | prompts x tokens | tokens equal "
-        "| largest logit difference (allowed) | decode step, median (min to max) | file |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | ran on | TensorRT | against | prompts x tokens | tokens equal "
+        "| decode step, median (min to max) | file |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, results in files:
         for row in results.rows:
-            step = "{:.1f} ms ({:.1f} to {:.1f})".format(
-                *(row[key] / 1e3 for key in
-                  ("step_us_eager", "step_us_eager_min", "step_us_eager_max"))
-            )  # fmt: skip
+            steps = [
+                f"{row[key] / 1e3:.2f} ms ({row[key + '_min'] / 1e3:.2f} to "
+                f"{row[key + '_max'] / 1e3:.2f}){label}"
+                for key, label in (("step_us_graph", " replayed"), ("step_us_eager", " eager"))
+                if key in row
+            ]
+            ties = row["first_difference"]
+            equal = (
+                "yes"
+                if row["tokens_equal"]
+                else (
+                    f"up to a tie at step {ties['step']}: gap {ties['gap']:.3f}, "
+                    f"bound {ties['bound']:.3f}"
+                )
+            )
             lines.append(
-                f"| {row['model']} | {row['layers']} | {results.tensorrt}, route {row['route']} "
-                f"| {row['executor']}, GPU {results.gpu} "
-                f"| {len(row['prompts'])} x {row['new_tokens']} "
-                f"| {'yes' if row['tokens_equal'] else 'no'} ({row['tokens_compared']} compared) "
-                f"| {row['max_logit_difference']:.3f} ({row['logit_tolerance']:.3f}) "
-                f"| {step} | [`{name}`](tests/bench/results/{name}) |"
+                f"| {row['model']}, {row['layers']} layers | {row['executor']} executor, "
+                f"GPU {results.gpu} | {results.tensorrt}, route {row['route']} "
+                f"| {row['against']} | {len(row['prompts'])} x {row['new_tokens']} | {equal} "
+                f"| {', '.join(steps)} | [`{name}`](tests/bench/results/{name}) |"
             )
     return "\n".join(lines) + "\n"
 
 
-TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {"e2e": e2e_table}
+def gpu_matrix_table(files: list[tuple[str, Results]]) -> str:
+    """Kernels against float64: one line per kernel and pool type."""
+    lines = [
+        "| kernel | activations | pool | head dims | groups | features | combinations | cases "
+        "| worst error / allowed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for _, results in files[-1:]:
+        groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+        for row in results.rows:
+            key = (row["kernel"], row["q_dtype"], row["kv_dtype"])
+            groups.setdefault(key, []).append(row)
+        for (kernel, query, pool), rows in groups.items():
+            dims = sorted({(row["head_dim"], row["value_head_dim"]) for row in rows})
+            features = {row["features"] for row in rows} - {"none"}
+            shares = [
+                row["worst_error"] / row["allowed_error"] for row in rows if row["allowed_error"]
+            ]
+            lines.append(
+                f"| {kernel} | {query} | {pool} "
+                f"| {', '.join(str(d) if d == v else f'{d}/{v}' for d, v in dims)} "
+                f"| {', '.join(map(str, sorted({row['group'] for row in rows})))} "
+                f"| {len(features)} | {len(rows)} | {sum(row['cases'] for row in rows)} "
+                f"| {f'{max(shares):.2f}' if shares else 'equal bytes'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {
+    "e2e": e2e_table,
+    "gpu-matrix": gpu_matrix_table,
+}
 """Table of each kind."""
 
 

@@ -27,6 +27,9 @@ from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
 )
 @click.option("--chat", is_flag=True, help="Wrap each --prompt in the model's chat template.")
 @click.option("--executor", type=click.Choice(EXECUTORS), default="auto", show_default=True)
+@click.option(
+    "--device", type=int, default=0, show_default=True, help="CUDA device that runs the plan."
+)
 @click.option("--max-new-tokens", type=int, default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
 def command(
@@ -35,6 +38,7 @@ def command(
     ids: tuple[str, ...],
     chat: bool,
     executor: str,
+    device: int,
     max_new_tokens: int,
     as_json: bool,
 ) -> None:
@@ -49,7 +53,7 @@ def command(
         raise ConfigError("there is nothing to run; pass `--prompt TEXT` or `--input-ids 1,2,3`")
     tokenizer = open_tokenizer(engine_dir)
     prompts = read_prompts(tokenizer, texts=texts, ids=ids, chat=chat)
-    engine = load_engine(engine_dir, executor)
+    engine = load_engine(engine_dir, executor, device=device)
     with Session(engine, eos_token_ids=tokenizer.eos_token_ids if tokenizer else ()) as session:
         notes = Console(stderr=True, highlight=False)
         notes.print(f"executor: {engine.name}", style="dim")

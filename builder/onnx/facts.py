@@ -132,6 +132,7 @@ class ModelFacts:
         dialect: how attention is spelt.
         layers: attention of each layer, in graph order.
         activation_dtype: type of the KV cache, so of query, key and value.
+        kv_cache_dtype: type of the pools of a paged model, `activation_dtype` of any other.
         vocab_size: last dim of the logits.
         logits_dtype: type of the logits.
         reads_position_ids: whether the paged model needs `position_ids`.
@@ -145,6 +146,7 @@ class ModelFacts:
     dialect: Dialect
     layers: tuple[AttentionSpec, ...]
     activation_dtype: DType
+    kv_cache_dtype: DType
     vocab_size: int
     logits_dtype: DType
     reads_position_ids: bool

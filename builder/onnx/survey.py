@@ -83,6 +83,7 @@ def survey(model: ir.Model) -> ModelFacts:
         dialect=dialect,
         layers=tuple(found.attention for found in matches),
         activation_dtype=_activation_dtype(matches),
+        kv_cache_dtype=_kv_cache_dtype(matches),
         vocab_size=vocab_size,
         logits_dtype=_dtype(logits, "the logits"),
         reads_position_ids=_reads_position_ids(live, index_values),
@@ -290,6 +291,16 @@ def _activation_dtype(matches: Sequence[LayerMatch]) -> DType:
             "export all layers in one type",
         )
     return next(iter(types))
+
+
+def _kv_cache_dtype(matches: Sequence[LayerMatch]) -> DType:
+    pools = {_dtype(cache, "pools or caches") for found in matches for cache in found.caches}
+    if len(pools) > 1:
+        names = " and ".join(sorted(each.value for each in pools))
+        raise OnnxRewriteError(
+            node_name(matches[-1].node), f"the caches' types differ: {names}", "use one type"
+        )
+    return next(iter(pools))
 
 
 def _reads_position_ids(live: set[ir.Value], index_values: Sequence[IndexValue]) -> bool:

@@ -30,6 +30,7 @@ struct AppendArgs {
   int32_t table_width;  // M
   int32_t num_pages;
   int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
 };
 
@@ -51,6 +52,7 @@ struct DecodeDirectArgs {
   int32_t table_width;  // M
   int32_t num_pages;
   int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
   int32_t window;  // -1: all keys
   float softmax_scale;
@@ -68,12 +70,13 @@ struct DecodeSplitArgs {
   const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
   const float* kv_scales;  // [2, Hkv], keys before values
   float* partial_output;  // [N, Hq, num_partitions, Dv]
-  float* partial_lse;  // [N, Hq, num_partitions]
+  float* partial_lse;  // [N, Hq, num_partitions], base 2
   int64_t query_token_stride;  // elements
   int32_t num_seqs;  // N
   int32_t table_width;  // M
   int32_t num_pages;
   int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
   int32_t window;  // -1: all keys
   float softmax_scale;
@@ -86,13 +89,14 @@ struct DecodeSplitArgs {
 // Merge the partitions of a split decode, sink included.
 struct MergeArgs {
   const float* partial_output;  // [N, Hq, num_partitions, Dv]
-  const float* partial_lse;  // [N, Hq, num_partitions]
+  const float* partial_lse;  // [N, Hq, num_partitions], base 2
   const int32_t* query_start_offsets;  // [N + 1]
   const int32_t* past_lens;  // [N], tokens before this step
   const float* sinks;  // [Hq]
   void* output;  // [T, Hq, Dv]
   int64_t output_token_stride;  // elements
   int32_t num_seqs;  // N
+  int32_t table_width;  // M
   int32_t num_q_heads;  // Hq
   int32_t window;  // -1: all keys
   int32_t partition_tokens;  // multiple of 128
@@ -119,6 +123,7 @@ struct PrefillArgs {
   int32_t table_width;  // M
   int32_t num_pages;
   int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
   int32_t window;  // -1: all keys
   float softmax_scale;

@@ -35,6 +35,7 @@ class AppendArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
     )
 
@@ -59,6 +60,7 @@ class DecodeDirectArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
@@ -69,8 +71,8 @@ class DecodeDirectArgs(ctypes.Structure):
 class DecodeSplitArgs(ctypes.Structure):
     """Attend one partition of the keys of one token per sequence.
 
-    `partial_output` is `[N, Hq, num_partitions, Dv]` and `partial_lse`, the log of the sum of
-    exponentials, `[N, Hq, num_partitions]`, both float32 in the workspace. Sinks come in when
+    `partial_output` is `[N, Hq, num_partitions, Dv]` and `partial_lse`, the base-2 log of the sum
+    of exponentials, `[N, Hq, num_partitions]`, both float32 in the workspace. Sinks come in when
     the partitions are merged.
     """
 
@@ -90,6 +92,7 @@ class DecodeSplitArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
@@ -112,6 +115,7 @@ class MergeArgs(ctypes.Structure):
         ("output", Pointer),
         ("output_token_stride", ctypes.c_int64),
         ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
         ("num_q_heads", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("partition_tokens", ctypes.c_int32),
@@ -141,6 +145,7 @@ class PrefillArgs(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
@@ -164,7 +169,8 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
             member = getattr(struct, field)
             text = f"{name}.{field}"
             lines.append(
-                f'static_assert(__builtin_offsetof({name}, {field}) == {member.offset}, "{text}");'
+                # NVRTC before 13.1 has neither offsetof nor __builtin_offsetof.
+                f'static_assert(__INTADDR__(&(({name}*)0)->{field}) == {member.offset}, "{text}");'
             )
             lines.append(
                 f'static_assert(sizeof((({name}*)0)->{field}) == {member.size}, "{text}");'

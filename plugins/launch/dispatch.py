@@ -1,52 +1,251 @@
-"""From one attention call to kernel launches: what `enqueue` of the plugin calls."""
+"""From one attention call to kernel launches: what `enqueue` of the plugin calls.
+
+Everything that only shapes decide is done once per (N, T, M) and kept: plan, kernels, grids,
+argument blocks. What only addresses decide is done when they change. A step on known addresses
+costs one comparison and one driver call per kernel: no allocation, no compile, no wait.
+"""
 
 from __future__ import annotations
 
+import collections
+import ctypes
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from paged_trt.plugins.launch.planner import Planner
-from paged_trt.plugins.launch.plans import Direct
-from paged_trt.plugins.launch.registry import (
-    EmptyRegistry,
-    KernelKey,
-    KernelPath,
-    KernelRegistry,
+from paged_trt.plugins.device import KernelLaunch
+from paged_trt.plugins.errors import KernelLaunchError
+from paged_trt.plugins.fields import OperatorSpec
+from paged_trt.plugins.launch.kernels_decode import (
+    CallAddresses,
+    fill_arguments,
+    partial_output_elements,
+    split_partitions,
 )
-from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
+from paged_trt.plugins.launch.loaded import (
+    ARGUMENT_STRUCTS,
+    KERNELS,
+    KernelRegistry,
+    LoadedKernel,
+    grid_of,
+)
+from paged_trt.plugins.launch.planner import Planner
+from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
+from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.operands import Operand
 
-REGISTRY: Final[KernelRegistry] = EmptyRegistry()
-"""The kernels of this version."""
+OVERLAPPING: Final = frozenset(
+    {KernelPath.DECODE_DIRECT, KernelPath.DECODE_SPLIT, KernelPath.MERGE}
+)
+"""Kernels that may start before the one ahead of them has ended. Before they wait for it, they
+read lengths and page ids only, which were there before the append started. The append itself
+may follow the very kernel that wrote them."""
+FIRST_OVERLAP_ARCH: Final = 90
+MOST_PREPARED: Final = 128
+"""Step sizes that a plugin instance keeps ready."""
+
+Launch = Callable[[int], None]
+LaunchMaker = Callable[..., Launch]
+_OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
+_ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", "partial_output", "partial_lse"))
 
 
-def kernel_paths(request: AttentionPlanRequest, planner: Planner) -> tuple[KernelPath, ...]:
+def kernel_paths(request: AttentionPlanRequest, plan: AttentionPlan) -> tuple[KernelPath, ...]:
     """Kernels of one step, in launch order."""
     if not request.is_decode:
         return (KernelPath.APPEND, KernelPath.PREFILL)
-    if isinstance(planner.plan(request).plan, Direct):
+    if isinstance(plan, Direct):
         return (KernelPath.APPEND, KernelPath.DECODE_DIRECT)
     return (KernelPath.APPEND, KernelPath.DECODE_SPLIT, KernelPath.MERGE)
 
 
-def enqueue(
-    call: AttentionCall,
-    request: AttentionPlanRequest,
-    *,
-    planner: Planner,
-    registry: KernelRegistry = REGISTRY,
-) -> None:
-    """Launch the kernels of one step on the call's stream; nothing waits or allocates.
+def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
+    """Every kernel that a layer may launch, whatever N, T and M are."""
+    return tuple(KernelKey.of(path, request) for path in KernelPath)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    block: ctypes.Structure
+    launch: Launch
+    fields: tuple[str, ...]
+
+
+class PreparedStep:
+    """The launches of one attention layer for one (N, T, M).
 
     Args:
-        call: addresses.
         request: sizes and types.
+        operator: geometry of the layer.
+        addresses: strides, and where the first launch finds everything.
         planner: chooses between direct and split decode.
         registry: where the kernels are.
+        make_launch: as `KernelLaunch`.
 
     Raises:
-        KernelLaunchError: a kernel is missing or does not launch.
+        KernelLaunchError: a kernel is not loaded.
     """
-    kernels = [
-        registry.find(KernelKey.of(path, request)) for path in kernel_paths(request, planner)
-    ]
-    for kernel in kernels:
-        kernel.launch(call, request)
+
+    def __init__(
+        self,
+        request: AttentionPlanRequest,
+        operator: OperatorSpec,
+        addresses: CallAddresses,
+        *,
+        planner: Planner,
+        registry: KernelRegistry = KERNELS,
+        make_launch: LaunchMaker = KernelLaunch,
+    ) -> None:
+        self.request = request
+        self.plan = planner.plan(request).plan
+        self.paths = kernel_paths(request, self.plan)
+        self.addresses = addresses
+        self._operator = operator
+        self._split = self.plan if request.is_decode and isinstance(self.plan, SplitKv) else None
+        elements = partial_output_elements(request.step, request.attention, self.partitions)
+        self._lse_offset = 4 * elements
+        # All are found before one is launched.
+        loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
+        self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
+        self._launches = tuple(kernel.launch for kernel in self._kernels)
+
+    @property
+    def partitions(self) -> int:
+        """Partitions of a split decode; 1 otherwise."""
+        if self._split is None:
+            return 1
+        return split_partitions(
+            self._split,
+            table_width=self.request.step.table_width,
+            window=self.request.attention.window,
+        )
+
+    def bind(self, addresses: CallAddresses) -> None:
+        """Write addresses into the argument blocks, for all launches from now on.
+
+        Args:
+            addresses: with the strides that the step was made with.
+        """
+        operands = dict(zip(_OPERAND_FIELDS, addresses.operands, strict=True))
+        operands["output"] = addresses.output
+        operands["partial_output"] = addresses.workspace
+        operands["partial_lse"] = addresses.workspace + self._lse_offset
+        for kernel in self._kernels:
+            block = kernel.block
+            for name in kernel.fields:
+                setattr(block, name, operands[name])
+        self.addresses = addresses
+
+    def launch(self, stream: int) -> None:
+        """Launch every kernel on a stream; nothing waits or allocates.
+
+        Raises:
+            KernelLaunchError: the driver refused.
+        """
+        for launch in self._launches:
+            launch(stream)
+
+    def _make(self, kernel: LoadedKernel, make_launch: LaunchMaker) -> _Kernel:
+        request, path = self.request, kernel.key.path
+        block = fill_arguments(
+            ARGUMENT_STRUCTS[path],
+            self.addresses,
+            attention=request.attention,
+            pool=self._operator.pool,
+            step=request.step,
+            plan=self._split,
+        )
+        launch = make_launch(
+            kernel.function,
+            block,
+            grid=grid_of(
+                kernel,
+                request.step,
+                num_kv_heads=request.attention.num_kv_heads,
+                partitions=self.partitions,
+            ),
+            threads=kernel.build.threads,
+            shared_bytes=kernel.build.shared_bytes,
+            overlaps=path in OVERLAPPING and _can_overlap(request.arch),
+            label=str(kernel.key),
+        )
+        names = (name for name, *_ in block._fields_)
+        return _Kernel(
+            block=block, launch=launch, fields=tuple(n for n in names if n in _ADDRESS_FIELDS)
+        )
+
+
+Locate = Callable[[Sequence[int], Sequence[int], int], CallAddresses]
+Prepare = Callable[[AttentionPlanRequest, CallAddresses], PreparedStep]
+
+
+class LayerLauncher:
+    """The launches of one plugin instance."""
+
+    def __init__(self) -> None:
+        # Decode steps come back in few sizes; the token counts of prefill steps are many.
+        self._steps: collections.OrderedDict[AttentionPlanRequest, PreparedStep] = (
+            collections.OrderedDict()
+        )
+        self._request: AttentionPlanRequest | None = None
+        self._step: PreparedStep | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether `set_shape` was called."""
+        return self._request is not None
+
+    def set_shape(self, request: AttentionPlanRequest) -> None:
+        """Take the sizes of the steps to come; what they need is made at the first of them."""
+        if request != self._request:
+            self._request, self._step = request, None
+
+    def enqueue(
+        self,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+        *,
+        locate: Locate,
+        prepare: Prepare,
+    ) -> None:
+        """Launch the step on a stream.
+
+        Args:
+            inputs: addresses of the plugin's inputs.
+            outputs: addresses of its outputs.
+            workspace: address of its workspace.
+            stream: handle of the stream.
+            locate: from these addresses to those of the operands; called when they change.
+            prepare: makes the launches of a step that was not seen before.
+
+        Raises:
+            KernelLaunchError: a kernel is not loaded or did not launch.
+        """
+        addresses = (*inputs, *outputs, workspace)
+        if self._step is None or addresses != self._addresses:
+            self._bind(addresses, locate(inputs, outputs, workspace), prepare)
+        self._step.launch(stream)  # type: ignore[union-attr]  # `_bind` has set it
+
+    def _bind(self, addresses: tuple[int, ...], located: CallAddresses, prepare: Prepare) -> None:
+        request = self._request
+        if request is None:
+            raise KernelLaunchError("a step was launched before its sizes were known")
+        step = self._steps.get(request)
+        if step is None:
+            step = self._steps[request] = prepare(request, located)
+            if len(self._steps) > MOST_PREPARED:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(request)
+        if step.addresses != located:
+            step.bind(located)
+        self._step, self._addresses = step, addresses
+
+
+def _can_overlap(arch: str | None) -> bool:
+    number = re.match(r"sm_(\d+)", arch or "")
+    return number is not None and int(number[1]) >= FIRST_OVERLAP_ARCH

@@ -7,7 +7,7 @@ import enum
 from typing import Final
 
 from paged_trt.plugins.errors import ConfigError, KvPoolError
-from paged_trt.plugins.kv import TOKENS_PER_PAGE, pages_per_slot
+from paged_trt.plugins.kv import INT32_MAX, TOKENS_PER_PAGE, pages_per_slot
 
 AUTO: Final = "auto"
 """Text of `--attention-plan` that leaves the choice to the planner."""
@@ -40,7 +40,7 @@ class SplitKv:
         threshold_tokens: a sequence with no more keys than this stays in one partition.
 
     Raises:
-        ConfigError: `partition_tokens` is no multiple of a page, or the threshold is negative.
+        ConfigError: `partition_tokens` is no multiple of a page, or the threshold is no int32.
     """
 
     partition_tokens: int
@@ -54,8 +54,11 @@ class SplitKv:
                 f"partition_tokens must be a positive multiple of {TOKENS_PER_PAGE}, "
                 f"got {self.partition_tokens}"
             ) from None
-        if self.threshold_tokens < 0:
-            raise ConfigError(f"threshold_tokens must be 0 or more, got {self.threshold_tokens}")
+        # The kernels and the plan's serialized fields hold int32.
+        if not 0 <= self.threshold_tokens <= INT32_MAX:
+            raise ConfigError(
+                f"threshold_tokens must be from 0 to {INT32_MAX}, got {self.threshold_tokens}"
+            )
 
     def __str__(self) -> str:
         return f"split:{self.partition_tokens}:{self.threshold_tokens}"

@@ -1,14 +1,12 @@
-"""Which kernels exist."""
+"""What a kernel is compiled for. The loaded kernels are in `loaded`."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NoReturn, Protocol
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import KernelLaunchError
-from paged_trt.plugins.launch.requests import AttentionCall, AttentionPlanRequest
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 
 class KernelPath(enum.Enum):
@@ -62,37 +60,4 @@ class KernelKey:
             f"{self.path.value} {self.activation_dtype.value} -> {self.kv_cache_dtype.value}, "
             f"head_dim {self.head_dim}, value_head_dim {self.value_head_dim}, "
             f"group_size {self.group_size}, {self.arch or 'any device'}"
-        )
-
-
-class Kernel(Protocol):
-    """A compiled and loaded kernel."""
-
-    def launch(self, call: AttentionCall, request: AttentionPlanRequest) -> None:
-        """Fill the kernel's argument struct and launch on the call's stream.
-
-        Raises:
-            KernelLaunchError: the driver refused.
-        """
-
-
-class KernelRegistry(Protocol):
-    """Finds compiled kernels."""
-
-    def find(self, key: KernelKey) -> Kernel:
-        """The kernel of `key`, compiled and loaded.
-
-        Raises:
-            KernelLaunchError: there is none; the message names the key.
-        """
-
-
-class EmptyRegistry:
-    """A registry without kernels."""
-
-    def find(self, key: KernelKey) -> NoReturn:
-        """Refuse every key."""
-        raise KernelLaunchError(
-            f"no kernel for {key}; this version has no device kernels, run the model with the "
-            "reference executor"
         )

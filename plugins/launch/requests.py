@@ -20,6 +20,7 @@ class AttentionPlanRequest:
         activation_dtype: type of query, key, value and output.
         kv_cache_dtype: type of both pools.
         step: T, N and M.
+        num_multiprocessors: of the device; None where it is not here.
     """
 
     arch: str | None
@@ -27,27 +28,9 @@ class AttentionPlanRequest:
     activation_dtype: DType
     kv_cache_dtype: DType
     step: StepShape
+    num_multiprocessors: int | None = None
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence row holds one token: T == N says so."""
         return self.step.num_tokens == self.step.num_seqs
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """Device addresses and strides of one call.
-
-    Attributes:
-        operands: address of each operand, in the order of `Operand`.
-        token_strides: elements between two token rows of query, key and value.
-        output: address of output 0, dense token rows.
-        workspace: address of at least `Planner.workspace_bytes` bytes.
-        stream: handle of the CUDA stream.
-    """
-
-    operands: tuple[int, ...]
-    token_strides: tuple[int, int, int]
-    output: int
-    workspace: int
-    stream: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -13,11 +12,13 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins import cuda
 from paged_trt.plugins.manifest import EngineManifest, read_manifest
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.session import Session
+from paged_trt.scripts.machine import gpu_and_driver
 from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 from paged_trt.scripts.results import Results, commit
 
@@ -77,13 +78,14 @@ def command(
     report = compare_engine(model, engine_dir, options)
     seconds = _decode_seconds(engine_dir, executor, ids, new_tokens)
     row = _row(manifest, report, seconds, prompts=list(texts), new_tokens=new_tokens)
+    gpu, driver = gpu_and_driver()
     results = Results(
         kind="e2e",
         commit=commit(),
         date=datetime.datetime.now(tz=datetime.UTC).date(),
-        gpu=f"none ({platform.machine()} CPU)" if report.executor == "reference" else "present",
-        driver="none",
-        cuda="none",
+        gpu=gpu,
+        driver=driver,
+        cuda=cuda.nvrtc_version() if report.executor == "tensorrt" else "none",
         tensorrt=f"{manifest.build.flavor} {manifest.build.tensorrt_version}",
         method=METHOD,
         rows=[row],
@@ -119,6 +121,7 @@ def _row(
         "dialect": manifest.source.dialect,
         "layers": len(manifest.spec.layers),
         "executor": report.executor,
+        "against": "the un-rewritten model in onnxruntime",
         "route": manifest.build.route,
         "prompts": prompts,
         "new_tokens": new_tokens,

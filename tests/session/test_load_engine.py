@@ -93,7 +93,7 @@ def test_auto_says_why_it_takes_the_reference(
         executor = load_engine(str(tmp_path))
     assert executor.name == "reference"
     assert executor.notes == tuple(record.getMessage() for record in caplog.records)
-    assert "does not run TensorRT plans yet" in executor.notes[0]
+    assert "runs the model on the CPU, for TensorRT cannot: " in executor.notes[0]
 
 
 def test_tensorrt_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ FACTS = ModelFacts(
     dialect=Dialect.ATTENTION,
     layers=(LAYER, LAYER),
     activation_dtype=DType.FLOAT16,
+    kv_cache_dtype=DType.FLOAT16,
     vocab_size=512,
     logits_dtype=DType.FLOAT16,
     reads_position_ids=True,
@@ -41,7 +42,9 @@ def config(**overrides: Any) -> BuildConfig:
 
 
 def facts(**overrides: Any) -> ModelFacts:
-    return dataclasses.replace(FACTS, **overrides)
+    # Only a paged model has a cache of another type.
+    cache = overrides.get("activation_dtype", FACTS.kv_cache_dtype)
+    return dataclasses.replace(FACTS, **{"kv_cache_dtype": cache, **overrides})
 
 
 def test_defaults() -> None:
@@ -52,6 +55,19 @@ def test_defaults() -> None:
     assert spec.logits_mode is LogitsMode.LAST
     assert (spec.max_input_len, spec.max_num_tokens) == (200, 200)
     assert spec.reads_position_ids
+
+
+def test_auto_keeps_the_pools_of_a_paged_model(tmp_path: Path) -> None:
+    paged = facts(kv_cache_dtype=DType.INT8)
+    with pytest.raises(ConfigError, match="int8 KV cache needs scales"):
+        resolve(config(), paged)
+    assert resolve(config(kv_scales=tmp_path / "s"), paged).kv_cache_dtype is DType.INT8
+    assert resolve(config(kv_cache_dtype="float16"), paged).kv_cache_dtype is DType.FLOAT16
+
+
+def test_auto_follows_a_converted_model() -> None:
+    whole = facts(activation_dtype=DType.FLOAT32, kv_cache_dtype=DType.FLOAT32)
+    assert resolve(config(dtype="bfloat16"), whole).kv_cache_dtype is DType.BFLOAT16
 
 
 def test_page_counts() -> None:

@@ -1,0 +1,176 @@
+"""Step inputs on their way to the device, logits on their way back, and what TensorRT is told.
+
+T token rows, N sequence rows, M page-table width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.device import Stream
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensors import (
+    INPUT_IDS,
+    LOGITS,
+    PAGE_TABLE,
+    PAST_LENS,
+    POSITION_IDS,
+    QUERY_START_OFFSETS,
+    EngineSpec,
+    LogitsMode,
+)
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.pool import DeviceArena, aligned
+
+Binding = tuple[int, tuple[int, ...] | None]
+"""Address, and dims of an input."""
+
+
+class StepBuffers:
+    """Page-locked and device memory of one step.
+
+    Ids, positions, offsets and lengths lie in one block, so that one copy brings them all. The
+    page table has its own block and travels only when it changed: its page-locked block is
+    what the device holds.
+
+    Args:
+        arena: owner of the memory.
+        spec: interface of the engine.
+    """
+
+    def __init__(self, arena: DeviceArena, spec: EngineSpec) -> None:
+        self._spec = spec
+        rows, batch = spec.max_token_rows, spec.pool.max_batch_size
+        self._lens_at = aligned(4 * (batch + 1))
+        self._ids_at = self._lens_at + aligned(4 * batch)
+        parts = 2 if spec.reads_position_ids else 1
+        size = self._ids_at + parts * aligned(8 * rows)
+        self._host = arena.allocate_pinned(size)
+        self._device = arena.allocate(size, "the inputs of a step")
+        table_bytes = 4 * spec.pool.table_entries()
+        self._table_host = arena.allocate_pinned(table_bytes).view(np.int32)
+        self._table_device = arena.allocate(table_bytes, "the page table")
+        self._table_shape: tuple[int, ...] | None = None
+        self._num_logits = batch if spec.logits_mode is LogitsMode.LAST else rows
+        logits_bytes = self._num_logits * spec.vocab_size * spec.logits_dtype.itemsize
+        self._logits_host = arena.allocate_pinned(logits_bytes)
+        self._logits_device = arena.allocate(logits_bytes, "the logits")
+        self.num_copies = 0
+        self.num_table_copies = 0
+
+    def upload(self, inputs: StepInputs, stream: Stream) -> None:
+        """Send a step's inputs: one copy, and one more where the page table changed.
+
+        The stream must be idle: an earlier step's copies read the same blocks.
+        """
+        num_tokens = len(inputs.input_ids)
+        self._put(0, inputs.query_start_offsets)
+        self._put(self._lens_at, inputs.past_lens)
+        self._put(self._ids_at, inputs.input_ids)
+        end = self._ids_at + 8 * num_tokens
+        if self._spec.reads_position_ids:
+            start = self._positions_at(num_tokens)
+            self._put(start, inputs.position_ids)
+            end = start + 8 * num_tokens
+        stream.upload(self._device, self._host.ctypes.data, end)
+        self.num_copies += 1
+        self._upload_table(inputs.page_table, stream)
+
+    def forget_table(self) -> None:
+        """Send the table with the next step: what the device holds is not known."""
+        self._table_shape = None
+
+    def bindings(self, step: StepShape) -> dict[str, Binding]:
+        """Address and dims of every tensor of a step; None for the dims of the logits."""
+        tokens, seqs, width = step.num_tokens, step.num_seqs, step.table_width
+        bindings: dict[str, Binding] = {
+            INPUT_IDS: (self._device + self._ids_at, (1, tokens)),
+            PAGE_TABLE: (self._table_device, (seqs, width)),
+            QUERY_START_OFFSETS: (self._device, (seqs + 1,)),
+            PAST_LENS: (self._device + self._lens_at, (seqs,)),
+            LOGITS: (self._logits_device, None),
+        }
+        if self._spec.reads_position_ids:
+            bindings[POSITION_IDS] = (self._device + self._positions_at(tokens), (1, tokens))
+        return bindings
+
+    def download(self, step: StepShape, stream: Stream) -> None:
+        """Ask for the logits of a step; `logits` has them once the stream is idle."""
+        size = self._rows(step) * self._spec.vocab_size * self._spec.logits_dtype.itemsize
+        stream.download(self._logits_host.ctypes.data, self._logits_device, size)
+
+    def logits(self, step: StepShape) -> npt.NDArray[Any]:
+        """A copy of the logits, `[N or T, vocab_size]`; bfloat16 becomes float32."""
+        dtype = self._spec.logits_dtype
+        rows, vocab = self._rows(step), self._spec.vocab_size
+        raw = self._logits_host[: rows * vocab * dtype.itemsize]
+        logits = raw.view(dtype.numpy).reshape(rows, vocab)
+        return logits.astype(np.float32 if dtype is DType.BFLOAT16 else logits.dtype)
+
+    def _rows(self, step: StepShape) -> int:
+        return step.num_seqs if self._spec.logits_mode is LogitsMode.LAST else step.num_tokens
+
+    def _positions_at(self, num_tokens: int) -> int:
+        return self._ids_at + aligned(8 * num_tokens)
+
+    def _put(self, place: int, array: npt.NDArray[Any]) -> None:
+        self._host[place : place + array.nbytes].view(array.dtype)[:] = array
+
+    def _upload_table(self, table: npt.NDArray[np.int32], stream: Stream) -> None:
+        sent = self._table_host[: table.size].reshape(table.shape)
+        if self._table_shape == table.shape and np.array_equal(sent, table):
+            return
+        self._table_shape = None
+        sent[:] = table
+        stream.upload(self._table_device, self._table_host.ctypes.data, table.nbytes)
+        self.num_table_copies += 1
+        self._table_shape = table.shape
+
+
+class BoundContext:
+    """An execution context that is told what changed.
+
+    Args:
+        context: of TensorRT, with its profile chosen.
+        fixed: tensors that stay where they are.
+
+    Raises:
+        ExecutionError: TensorRT refused a binding.
+    """
+
+    def __init__(self, context: Any, fixed: dict[str, Binding]) -> None:
+        self._context = context
+        self._bound: dict[str, Binding] = {}
+        self.bind(fixed)
+
+    def bind(self, bindings: dict[str, Binding]) -> None:
+        """Set the addresses and dims that differ from the last ones.
+
+        Raises:
+            ExecutionError: TensorRT refused one.
+        """
+        for name, binding in bindings.items():
+            if self._bound.get(name) == binding:
+                continue
+            self._bound.pop(name, None)
+            address, dims = binding
+            accepted = dims is None or self._context.set_input_shape(name, dims)
+            if not accepted or not self._context.set_tensor_address(name, address):
+                raise ExecutionError(
+                    f"TensorRT refused `{name}` with dims {dims} at {address:#x}; the step is "
+                    "outside the engine's profile"
+                )
+            self._bound[name] = binding
+
+    def signature(self) -> frozenset[tuple[str, Binding]]:
+        """Everything that is bound: a graph fits only what it was captured with."""
+        return frozenset(self._bound.items())
+
+    def execute(self, stream: int) -> bool:
+        """Put the engine's work on a stream; False where TensorRT failed."""
+        return bool(self._context.execute_async_v3(stream))

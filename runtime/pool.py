@@ -1,0 +1,125 @@
+"""Device memory of an executor: allocated at load, freed at close, never in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.device import Device, Stream
+from paged_trt.plugins.tensors import EngineSpec, key_pool_name, value_pool_name
+
+ALIGNMENT: Final = 256
+"""Of every address that TensorRT gets, bytes."""
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class DeviceArena:
+    """Every allocation of one executor.
+
+    Args:
+        device: current while the arena is used.
+
+    Attributes:
+        num_allocations: calls that reached the driver, device and page-locked.
+        num_bytes: device bytes.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._addresses: list[int] = []
+        self._pinned: list[npt.NDArray[np.uint8]] = []
+        self.num_allocations = 0
+        self.num_bytes = 0
+
+    def allocate(self, num_bytes: int, what: str) -> int:
+        """Address of device memory.
+
+        Raises:
+            ExecutionError: there is too little memory.
+        """
+        address = self._device.allocate(num_bytes, what)
+        self._addresses.append(address)
+        self.num_allocations += 1
+        self.num_bytes += num_bytes
+        return address
+
+    def allocate_pinned(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Page-locked memory, `[num_bytes]` uint8.
+
+        Raises:
+            ExecutionError: there is too little memory.
+        """
+        array = self._device.allocate_pinned(num_bytes)
+        self._pinned.append(array)
+        self.num_allocations += 1
+        return array
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""
+        while self._addresses:
+            self._device.free(self._addresses.pop())
+        while self._pinned:
+            self._device.free_pinned(self._pinned.pop())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPool:
+    """Where the pools of a layer lie in its allocation.
+
+    Attributes:
+        key_name: input that holds the keys.
+        value_name: input that holds the values.
+        value_offset: bytes from the keys to the values. Where both pools have one shape it is
+            their size, so that value page ids follow key page ids in the combined view.
+        num_bytes: of both.
+    """
+
+    key_name: str
+    value_name: str
+    value_offset: int
+    num_bytes: int
+
+
+def layer_pools(spec: EngineSpec) -> tuple[LayerPool, ...]:
+    """The allocation of each layer."""
+    sizes = {
+        pool.name: math.prod(int(dim) for dim in pool.dims) * pool.dtype.itemsize
+        for pool in spec.pools()
+    }
+    layers = []
+    for index in range(len(spec.layers)):
+        key, value = key_pool_name(index), value_pool_name(index)
+        offset = aligned(sizes[key])
+        layers.append(
+            LayerPool(
+                key_name=key,
+                value_name=value,
+                value_offset=offset,
+                num_bytes=offset + sizes[value],
+            )
+        )
+    return tuple(layers)
+
+
+def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Mapping[str, int]:
+    """Allocate the pools of all layers, zero, and give the address of each pool input.
+
+    Raises:
+        ExecutionError: there is too little memory.
+    """
+    addresses = {}
+    for index, layer in enumerate(layer_pools(spec)):
+        base = arena.allocate(layer.num_bytes, f"the KV pools of layer {index}")
+        stream.fill_zero(base, layer.num_bytes)
+        addresses[layer.key_name] = base
+        addresses[layer.value_name] = base + layer.value_offset
+    return addresses

@@ -1,0 +1,272 @@
+"""Runs `model.plan` of an engine directory on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
+from paged_trt.plugins.device import Device, Stream
+from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensors import EngineSpec, pool_output_name
+from paged_trt.plugins.trt import LogLines
+from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.graph import Bucket, DecodeGraphs
+from paged_trt.runtime.kv_scales import checked_scales
+from paged_trt.runtime.pool import DeviceArena, allocate_pools
+
+CONTEXT_PROFILE: Final = 0
+"""Profile of prefill and mixed steps."""
+GENERATION_PROFILE: Final = 1
+"""Profile of decode steps, T = N."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorStats:
+    """Counts since the executor was made.
+
+    Attributes:
+        steps: steps that gave logits.
+        graph_captures: CUDA graphs captured.
+        graph_replays: decode steps that a graph ran.
+        graph_fallbacks: decode steps that a graph should have run and did not.
+        input_copies: host-to-device copies of step inputs, one per step.
+        table_copies: host-to-device copies of the page table.
+        output_copies: device-to-host copies, one per step.
+        allocations: device and page-locked allocations; all are made at load.
+        device_bytes: device memory of pools, step buffers and activations, without weights.
+        contexts: execution contexts, one for prefill and one for each bucket of decode steps.
+    """
+
+    steps: int
+    graph_captures: int
+    graph_replays: int
+    graph_fallbacks: int
+    input_copies: int
+    table_copies: int
+    output_copies: int
+    allocations: int
+    device_bytes: int
+    contexts: int
+
+
+class TensorRtExecutor:
+    """A deserialized engine with its pools and buffers on one device.
+
+    `open_engine` of `tensorrt_loader` makes one from an engine directory.
+
+    Args:
+        engine: TensorRT engine of `spec`, checked.
+        spec: interface of the engine.
+        device: where the engine is.
+        kv_scales: scales input name -> `[2, num_kv_heads]` float32; needed where the pools are
+            quantised.
+        notes: what a report must say.
+        lines: log of the runtime that made the engine.
+        keep: what must outlive the engine, such as the runtime that made it.
+        make_context: from the engine and a profile to an execution context without memory of
+            its own, None where TensorRT refuses.
+        uses_graphs: replay decode steps as CUDA graphs.
+
+    Raises:
+        ExecutionError: there is too little memory, or TensorRT refused; everything that was
+            allocated is free again.
+        ManifestError: scales are missing or misshapen.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        spec: EngineSpec,
+        device: Device,
+        *,
+        kv_scales: Mapping[str, npt.NDArray[np.float32]] | None = None,
+        notes: tuple[str, ...] = (),
+        lines: LogLines | None = None,
+        keep: object = None,
+        make_context: Callable[[Any, int], Any] = lambda engine, _: (
+            engine.create_execution_context()
+        ),
+        uses_graphs: bool = True,
+    ) -> None:
+        scales = checked_scales(spec, kv_scales or {})
+        self._spec, self._device, self._notes = spec, device, notes
+        self._lines = LogLines() if lines is None else lines
+        self._uses_graphs = uses_graphs
+        self._make_context = make_context
+        self._num_steps = 0
+        self._problem: str | None = None
+        with device.current(), contextlib.ExitStack() as undo:
+            self._arena = DeviceArena(device)
+            undo.callback(self._arena.close)
+            self._stream = Stream(device.driver)
+            undo.callback(self._stream.close)
+            self._fixed = self._fixed_bindings(scales)
+            self._buffers = StepBuffers(self._arena, spec)
+            self._graphs = DecodeGraphs(self._stream)
+            self._stream.synchronize()
+            self._engine: Any = engine
+            self._keep = keep
+            # One block for all contexts: they run one after the other on one stream.
+            self._scratch_bytes = max(1, int(engine.device_memory_size_v2))
+            self._scratch = self._arena.allocate(self._scratch_bytes, "TensorRT's activations")
+            self._context_profile = self._create_context(CONTEXT_PROFILE)
+            # A graph is good only as long as its context stays as it was: one for each bucket.
+            self._generation: dict[Bucket, BoundContext] = {}
+            self._undo: contextlib.ExitStack | None = undo.pop_all()
+
+    @property
+    def name(self) -> str:
+        """`tensorrt`."""
+        return "tensorrt"
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The interface of the engine."""
+        return self._spec
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report must say about this executor."""
+        return self._notes
+
+    @property
+    def bucketed_shapes(self) -> bool:
+        """True: a CUDA graph fits one (N, M)."""
+        return True
+
+    def stats(self) -> ExecutorStats:
+        """Counts since the executor was made."""
+        return ExecutorStats(
+            steps=self._num_steps,
+            graph_captures=self._graphs.num_captures,
+            graph_replays=self._graphs.num_replays,
+            graph_fallbacks=self._graphs.num_fallbacks,
+            input_copies=self._buffers.num_copies,
+            table_copies=self._buffers.num_table_copies,
+            output_copies=self._num_steps,
+            allocations=self._arena.num_allocations,
+            device_bytes=self._arena.num_bytes,
+            contexts=1 + len(self._generation),
+        )
+
+    def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+        """Append keys and values of T tokens to the pools, attend, and return logits.
+
+        Returns:
+            `[N, vocab_size]` or `[T, vocab_size]`; float16 or float32 (bfloat16 is upcast).
+
+        Raises:
+            ExecutionError: TensorRT or the device failed; where the device is lost, the
+                executor says so from then on. Or it is closed.
+        """
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        num_seqs, width = inputs.page_table.shape
+        step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
+        with self._device.current():
+            try:
+                self._launch(inputs, step)
+                self._buffers.download(step, self._stream)
+                self._stream.synchronize()
+            except BaseException as error:
+                self._recover(error)
+                raise
+        self._num_steps += 1
+        return self._buffers.logits(step)
+
+    def close(self) -> None:
+        """Free pools, buffers, graphs and the engine; a second call does nothing."""
+        if self._undo is None:
+            return
+        undo, self._undo = self._undo, None
+        self._problem = self._problem or "the TensorRT executor is closed"
+        with self._device.current(), undo:
+            with contextlib.suppress(ExecutionError):
+                self._stream.synchronize()
+            self._graphs.close()
+            # Contexts before their engine, and both before the memory that they point to.
+            self._generation.clear()
+            del self._context_profile
+            self._engine = None
+
+    def _launch(self, inputs: StepInputs, step: StepShape) -> None:
+        self._buffers.upload(inputs, self._stream)
+        is_decode = step.num_tokens == step.num_seqs
+        bucket = (step.num_seqs, step.table_width)
+        bound = self._decode_context(bucket) if is_decode else self._context_profile
+        bound.bind(self._buffers.bindings(step))
+
+        def execute() -> None:
+            with CALLBACK_ERRORS.watched():
+                is_done = bound.execute(self._stream.handle)
+            if not is_done or CALLBACK_ERRORS.first is not None:
+                raise self._error(f"TensorRT failed in a step of {step}")
+
+        if is_decode and self._uses_graphs:
+            self._graphs.run(bucket, bound.signature(), execute)
+        else:
+            execute()
+
+    def _decode_context(self, bucket: Bucket) -> BoundContext:
+        bound = self._generation.get(bucket)
+        if bound is None:
+            bound = self._generation[bucket] = self._create_context(GENERATION_PROFILE)
+        return bound
+
+    def _recover(self, error: BaseException) -> None:
+        """After a failed step: an idle stream, or the end of this executor."""
+        self._buffers.forget_table()
+        try:
+            self._stream.synchronize()
+        except ExecutionError as lost:
+            self._problem = f"the device was lost in a step ({error}; then {lost})"
+
+    def _fixed_bindings(self, scales: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Binding]:
+        """Pools, inputs and outputs at one address, and scales."""
+        fixed: dict[str, Binding] = {}
+        dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
+        pools = allocate_pools(self._arena, self._spec, self._stream)
+        for name, address in pools.items():
+            fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
+            fixed[pool_output_name(name)] = (address, None)
+        for name, array in scales.items():
+            address = self._arena.allocate(array.nbytes, f"`{name}`")
+            host = self._arena.allocate_pinned(array.nbytes)
+            host[:] = array.reshape(-1).view(np.uint8)
+            self._stream.upload(address, host.ctypes.data, array.nbytes)
+            fixed[name] = (address, array.shape)
+        return fixed
+
+    def _create_context(self, profile: int) -> BoundContext:
+        CALLBACK_ERRORS.clear()
+        context = self._make_context(self._engine, profile)
+        if context is None:
+            raise self._error(
+                f"TensorRT made no execution context, {self._device.free_bytes():,} bytes of "
+                "device memory are free"
+            )
+        # The first context of an engine has its first profile already.
+        if context.active_optimization_profile != profile:
+            if not context.set_optimization_profile_async(profile, self._stream.handle):
+                raise self._error(f"TensorRT refused profile {profile}")
+            self._stream.synchronize()
+        context.set_device_memory(self._scratch, self._scratch_bytes)
+        return BoundContext(context, self._fixed)
+
+    def _error(self, problem: str) -> ExecutionError:
+        cause = CALLBACK_ERRORS.first
+        parts = [problem, *([] if cause is None else [str(cause)])]
+        tail = self._lines.tail()
+        error = ExecutionError(
+            ": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else "")
+        )
+        error.__cause__ = cause
+        return error

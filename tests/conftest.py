@@ -1,0 +1,80 @@
+"""Tests marked `gpu` need a CUDA device: they skip without one, or fail under `--require-gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_trt.plugins import cuda
+from paged_trt.plugins.errors import UnsupportedError
+
+MATRIX = "gpu-matrix"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail the tests marked `gpu` where no CUDA device can be used, instead of skipping",
+    )
+    parser.addoption(
+        "--gpu-matrix",
+        type=Path,
+        metavar="FILE",
+        help="write what the device tests compared, one row per combination, to this JSON file",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist report to the controller, which writes.
+    if config.getoption("--gpu-matrix") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(MatrixWriter(config.getoption("--gpu-matrix")))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    try:
+        cuda.device_arch()
+    except UnsupportedError as error:
+        if item.config.getoption("--require-gpu"):
+            pytest.fail(str(error), pytrace=False)
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _matrix(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hand what a device test noted to the report."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from gpu import matrix
+
+    matrix.NOTED.clear()
+    yield
+    request.node.user_properties.append((MATRIX, list(matrix.NOTED)))
+
+
+class MatrixWriter:
+    """Gathers the rows of all tests that passed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+        if report.when == "teardown" and report.nodeid not in self._failed:
+            for name, rows in report.user_properties:
+                if name == MATRIX:
+                    self._rows += rows
+
+    def pytest_sessionfinish(self) -> None:
+        from gpu import matrix
+
+        matrix.write(self._path, self._rows)

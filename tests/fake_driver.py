@@ -1,0 +1,211 @@
+"""A stand-in for `cuda.bindings.driver`: device memory is host memory, a stream runs at once.
+
+It records what was called and launched, and fails where a test says so.
+"""
+# ruff: noqa: N802, N815 - the names of the bindings
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import types
+from collections.abc import Callable
+from typing import Any
+
+SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+
+
+class Function:
+    """A loaded kernel: its argument struct tells how to read a launch."""
+
+    def __init__(self, name: str, struct: type[ctypes.Structure] | None = None) -> None:
+        self.name, self.struct = name, struct
+
+
+class Launched:
+    """One recorded launch, with a copy of its arguments."""
+
+    def __init__(self, config: Any, function: Function, parameters: int) -> None:
+        self.name = function.name
+        self.grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        self.threads = config.blockDimX
+        self.shared_bytes = config.sharedMemBytes
+        self.stream = config.hStream
+        self.overlaps = bool(config.numAttrs)
+        address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
+        assert function.struct is not None
+        assert address is not None
+        block = function.struct.from_buffer_copy(
+            ctypes.string_at(address, ctypes.sizeof(function.struct))
+        )
+        self.args = {name: getattr(block, name) for name, *_ in function.struct._fields_}
+
+
+class FakeDriver:
+    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUlaunchAttributeID = types.SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+    )
+
+    def __init__(self, memory_bytes: int = 1 << 32) -> None:
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.failing: dict[str, int] = {}
+        self.launches: list[Launched] = []
+        self.blocks: dict[int, Any] = {}
+        self.pinned: dict[int, Any] = {}
+        self.contexts = 0
+        self.pushed = 0
+        self.streams = 0
+        self.graphs = 0
+        self.memory_bytes = memory_bytes
+        self.recording: list[Callable[[], None]] | None = None
+
+    def CUlaunchConfig(self) -> Any:
+        return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
+
+    def CUlaunchAttribute(self) -> Any:
+        return types.SimpleNamespace(id=None, value=types.SimpleNamespace())
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        method = getattr(type(self), f"_{name}")
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls[name] += 1
+            if self.failing.get(name, 0):
+                self.failing[name] -= 1
+                return (INVALID, None, None)
+            result: tuple[Any, ...] = method(self, *arguments)
+            return result
+
+        return call
+
+    def perform(self, work: Callable[[], None]) -> None:
+        """Run work of a stream, or record it while a graph is captured."""
+        if self.recording is None:
+            work()
+        else:
+            self.recording.append(work)
+
+    def _cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return SUCCESS, ordinal
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        self.contexts += 1
+        return SUCCESS, 77
+
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
+        self.contexts -= 1
+        return (SUCCESS,)
+
+    def _cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.pushed += 1
+        return (SUCCESS,)
+
+    def _cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        self.pushed -= 1
+        return SUCCESS, 77
+
+    def _cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return SUCCESS, 77
+
+    def _used(self) -> int:
+        return sum(ctypes.sizeof(block) for block in self.blocks.values())
+
+    def _cuMemGetInfo(self) -> tuple[Any, ...]:
+        return SUCCESS, self.memory_bytes - self._used(), self.memory_bytes
+
+    def _allocate(self, num_bytes: int, where: dict[int, Any]) -> tuple[Any, ...]:
+        block = (ctypes.c_uint8 * (num_bytes + 256))()
+        address = -(-ctypes.addressof(block) // 256) * 256
+        where[address] = block
+        return SUCCESS, address
+
+    def _cuMemAlloc(self, num_bytes: int) -> tuple[Any, ...]:
+        if self._used() + num_bytes > self.memory_bytes:
+            return OUT_OF_MEMORY, None
+        return self._allocate(num_bytes, self.blocks)
+
+    def _cuMemHostAlloc(self, num_bytes: int, flags: int) -> tuple[Any, ...]:
+        return self._allocate(num_bytes, self.pinned)
+
+    def _cuMemFree(self, address: int) -> tuple[Any, ...]:
+        del self.blocks[address]
+        return (SUCCESS,)
+
+    def _cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        del self.pinned[address]
+        return (SUCCESS,)
+
+    def _cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> Any:
+        self.perform(lambda: ctypes.memset(target, value, count) and None)
+        return (SUCCESS,)
+
+    def _copy(self, target: int, source: int, count: int, stream: int) -> tuple[Any, ...]:
+        self.perform(lambda: ctypes.memmove(target, source, count) and None)
+        return (SUCCESS,)
+
+    _cuMemcpyHtoDAsync = _copy
+    _cuMemcpyDtoHAsync = _copy
+
+    def _cuStreamCreate(self, flag: int) -> tuple[Any, ...]:
+        self.streams += 1
+        return SUCCESS, 5
+
+    def _cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        self.streams -= 1
+        return (SUCCESS,)
+
+    def _cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+        assert self.recording is None
+        return (SUCCESS,)
+
+    def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Any, ...]:
+        self.recording = []
+        return (SUCCESS,)
+
+    def _cuStreamEndCapture(self, stream: int) -> tuple[Any, ...]:
+        recorded, self.recording = self.recording, None
+        return SUCCESS, _Handle(recorded)
+
+    def _cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any, ...]:
+        self.graphs += 1
+        return SUCCESS, graph
+
+    def _cuGraphDestroy(self, graph: Any) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def _cuGraphExecDestroy(self, graph: Any) -> tuple[Any, ...]:
+        self.graphs -= 1
+        return (SUCCESS,)
+
+    def _cuGraphLaunch(self, graph: Any, stream: int) -> tuple[Any, ...]:
+        for work in graph.works:
+            work()
+        return (SUCCESS,)
+
+    def _cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:
+        return SUCCESS, code
+
+    def _cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
+        return SUCCESS, Function(name.decode())
+
+    def _cuFuncSetAttribute(self, function: Function, which: int, value: int) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def _cuLaunchKernelEx(
+        self, config: Any, function: Function, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        self.launches.append(Launched(config, function, parameters))
+        return (SUCCESS,)
+
+
+class _Handle:
+    def __init__(self, works: list[Callable[[], None]] | None) -> None:
+        self.works = works or []
+
+    def __int__(self) -> int:
+        return 1

@@ -1,0 +1,221 @@
+"""Runs append, decode and merge kernels on the device; torch holds the memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gpu.decode_cases import Case, Inputs
+
+from paged_trt.plugins import cuda
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.kv import KvPoolSpec
+from paged_trt.plugins.launch import kernels_decode
+from paged_trt.plugins.launch.plans import Direct, SplitKv
+from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
+from paged_trt.plugins.operands import Operand, StepShape
+
+Array = npt.NDArray[Any]
+Plan = Direct | SplitKv
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Value of a driver call."""
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"driver call failed: {error!r}")
+    return values[0] if values else None
+
+
+@functools.cache
+def arch() -> str:
+    """Architecture to compile for; the one with Hopper's own instructions where there is one."""
+    found = cuda.device_arch()
+    return "sm_90a" if found == "sm_90" else found
+
+
+@functools.cache
+def load_kernel(source: str, name_expression: str) -> Any:
+    """A compiled function in the current context. The module stays loaded."""
+    from cuda.bindings import driver
+
+    cubin = cuda.compile_cubin(
+        f'#include "{source}"\n',
+        arch=arch(),
+        name_expressions=[name_expression],
+        include_directories=[KERNEL_DIRECTORY],
+    )
+    module = check(driver.cuModuleLoadData(cubin.code))
+    return check(driver.cuModuleGetFunction(module, cubin.names[name_expression].encode()))
+
+
+def to_device(array: Array) -> Any:
+    """The bytes of `array`; types that torch lacks make no difference."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(-1)).cuda()
+
+
+def to_host(tensor: Any, shape: Sequence[int], dtype: DType) -> Array:
+    """A host copy of a device tensor as `dtype`."""
+    return tensor.cpu().numpy().view(dtype.numpy).reshape(shape)
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    block: ctypes.Structure,
+    *,
+    is_programmatic: bool,
+) -> None:
+    """Launch on torch's current stream; programmatic: before the kernel ahead has ended."""
+    import torch
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    if is_programmatic:
+        attribute = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+
+
+class DecodeStep:
+    """One step with its tensors on the device.
+
+    Attributes:
+        tensors: uint8 tensor of each operand.
+        output: uint8 tensor, NaN until the step has run.
+        is_programmatic: whether kernels may start before the one ahead has ended.
+    """
+
+    is_programmatic = False
+
+    def __init__(
+        self, case: Case, inputs: Inputs, plan: Plan, pools: Mapping[str, Any] | None = None
+    ) -> None:
+        import torch
+
+        self.case, self.plan = case, plan
+        attention = case.attention
+        self.tensors = {
+            operand.name.lower(): (pools or {}).get(operand.name.lower()) for operand in Operand
+        }
+        for name, tensor in self.tensors.items():
+            if tensor is None:
+                self.tensors[name] = to_device(inputs[name])
+        tokens = len(inputs["query"])
+        num_seqs, width = inputs["page_table"].shape
+        self.step = StepShape(num_tokens=tokens, num_seqs=num_seqs, table_width=width)
+        tile_bytes = attention.num_kv_heads * 128 * attention.head_dim * case.kv.itemsize
+        self.pool = KvPoolSpec(
+            num_pages=self.tensors["key_pool"].numel() // tile_bytes,
+            max_batch_size=1,
+            max_kv_cache_capacity=1,
+        )
+        self.output_shape = (tokens, attention.num_q_heads, attention.value_head_dim)
+        size = int(np.prod(self.output_shape)) * case.activation.itemsize
+        self.output = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        self.workspace = self._workspace()
+
+    def _workspace(self) -> Any:
+        """NaN everywhere: the kernels must not read what they did not write."""
+        import torch
+
+        if isinstance(self.plan, Direct):
+            return torch.empty(1, dtype=torch.uint8, device="cuda")
+        size = kernels_decode.split_workspace_bytes(self.step, self.case.attention, self.partitions)
+        return torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+
+    @property
+    def partitions(self) -> int:
+        if isinstance(self.plan, Direct):
+            return 1
+        return kernels_decode.split_partitions(
+            self.plan, table_width=self.step.table_width, window=self.case.window
+        )
+
+    @property
+    def attention_paths(self) -> tuple[KernelPath, ...]:
+        if isinstance(self.plan, Direct):
+            return (KernelPath.DECODE_DIRECT,)
+        return (KernelPath.DECODE_SPLIT, KernelPath.MERGE)
+
+    def launch(self, *paths: KernelPath) -> None:
+        """Launch kernels on torch's current stream."""
+        for path in paths:
+            self._launch_one(path)
+
+    def _launch_one(self, path: KernelPath) -> None:
+        attention = self.case.attention
+        key = KernelKey(
+            path=path,
+            arch=arch(),
+            activation_dtype=self.case.activation,
+            kv_cache_dtype=self.case.kv,
+            head_dim=attention.head_dim,
+            value_head_dim=attention.value_head_dim,
+            group_size=attention.group_size,
+        )
+        build = kernels_decode.kernel_build(key)
+        grid = kernels_decode.kernel_grid(
+            key,
+            build,
+            self.step,
+            num_kv_heads=attention.num_kv_heads,
+            partitions=self.partitions,
+        )
+        launch(
+            load_kernel(build.source, build.name_expression),
+            grid,
+            build.threads,
+            self.arguments(path),
+            is_programmatic=self.is_programmatic,
+        )
+
+    def arguments(self, path: KernelPath) -> ctypes.Structure:
+        attention = self.case.attention
+        addresses = kernels_decode.CallAddresses(
+            operands=tuple(self.tensors[op.name.lower()].data_ptr() for op in Operand),
+            token_strides=(
+                attention.num_q_heads * attention.head_dim,
+                attention.num_kv_heads * attention.head_dim,
+                attention.num_kv_heads * attention.value_head_dim,
+            ),
+            output=self.output.data_ptr(),
+            workspace=self.workspace.data_ptr(),
+        )
+        return kernels_decode.fill_arguments(
+            kernels_decode.ARGUMENTS[path],
+            addresses,
+            attention=attention,
+            pool=self.pool,
+            step=self.step,
+            plan=self.plan if isinstance(self.plan, SplitKv) else None,
+        )
+
+    def run(self) -> Array:
+        """Append, attend, and give the output."""
+        import torch
+
+        self.launch(KernelPath.APPEND, *self.attention_paths)
+        torch.cuda.synchronize()
+        return self.host_output()
+
+    def host_output(self) -> Array:
+        return to_host(self.output, self.output_shape, self.case.activation)
+
+    def host_pool(self, name: str, like: Array) -> Array:
+        return to_host(self.tensors[name], like.shape, self.case.kv)

@@ -1,0 +1,132 @@
+"""The TensorRT executor on a device: choice, batches that change, memory, failures."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
+
+from paged_trt.plugins import cuda
+from paged_trt.plugins.device import context_id, kept_device
+from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.launch.dispatch import LayerLauncher
+from paged_trt.runtime.engine import load_engine, open_plan
+from paged_trt.runtime.session import Session
+from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
+from paged_trt.runtime.tensorrt_loader import HOPPER_NOTE
+
+pytestmark = pytest.mark.gpu
+
+TOY = ToyEngine()
+MIB = 1 << 20
+
+
+def free_bytes() -> int:
+    device = kept_device(0)
+    with device.current():
+        return device.free_bytes()
+
+
+def test_auto_takes_tensorrt() -> None:
+    executor = load_engine(TOY.folder)
+    assert executor.name == "tensorrt"
+    assert executor.bucketed_shapes
+    assert (HOPPER_NOTE in executor.notes) == (cuda.device_arch(0) == "sm_90")
+    executor.close()
+
+
+def test_another_device_is_refused_by_number() -> None:
+    with pytest.raises(UnsupportedError, match="there is no CUDA device 99, this machine has"):
+        load_engine(TOY.folder, "tensorrt", device=99)
+
+
+def test_batches_that_change_agree_with_the_reference() -> None:
+    """Sequences come and go, so that steps of every bucket and mixed lengths are run."""
+    lengths = random.Random(3).choices(range(1, 400), k=14)  # noqa: S311 - no secret
+    given = prompts(tuple(lengths), seed=9)
+    expected = generate(load_engine(TOY.folder, "reference"), given, new_tokens=9)
+    executor = open_plan(TOY.folder)
+    try:
+        found = generate(executor, given, new_tokens=9)
+        stats = executor.stats()
+    finally:
+        executor.close()
+    check_agrees(TOY.spec, expected, found)
+    assert stats.graph_fallbacks == 0
+    assert stats.graph_replays > stats.graph_captures > 0
+
+
+def test_each_bucket_is_captured_once() -> None:
+    executor = open_plan(TOY.folder)
+    try:
+        first = generate(executor, prompts())
+        generate(executor, prompts())
+        captures = executor.stats().graph_captures
+        assert same_bits(first, generate(executor, prompts()))
+        assert executor.stats().graph_captures == captures
+    finally:
+        executor.close()
+
+
+def test_close_gives_the_memory_back() -> None:
+    free = []
+    for _ in range(5):
+        executor = open_plan(TOY.folder)
+        generate(executor, prompts())
+        executor.close()
+        executor.close()
+        free.append(free_bytes())
+    # TensorRT and the driver keep some of the first use.
+    assert free[1] - free[-1] < 16 * MIB
+
+
+def test_a_pool_that_does_not_fit_is_named_and_leaves_nothing() -> None:
+    toy = ToyEngine(pool_pages=3_000_000)  # 393 GB
+    before = free_bytes()
+    with pytest.raises(ExecutionError, match=r"the KV pools need 393,216,000,000 bytes"):
+        load_engine(toy.folder)
+    assert before - free_bytes() < MIB
+
+
+def test_the_callers_context_stays_current() -> None:
+    before = context_id()
+    executor = open_plan(TOY.folder)
+    generate(executor, prompts())
+    executor.close()
+    assert context_id() == before
+
+
+def test_two_executors_run_side_by_side() -> None:
+    executors = [open_plan(TOY.folder) for _ in range(2)]
+    sessions = [Session(executor) for executor in executors]
+    expected = generate(executors[0], prompts()[:4])
+    for session in sessions:
+        for prompt in prompts()[:4]:
+            session.add(prompt, 12)
+    tokens: list[dict[int, list[int]]] = [{}, {}]
+    for _ in range(20):
+        for session, found in zip(sessions, tokens, strict=True):
+            for result in session.step():
+                found.setdefault(result.sequence_id, []).append(result.token)
+    for executor in executors:
+        executor.close()
+    wanted = [list(each.tokens) for each in expected]
+    assert [list(found.values()) for found in tokens] == [wanted, wanted]
+
+
+def test_a_failed_step_is_named_and_the_executor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor: TensorRtExecutor = open_plan(TOY.folder)
+    try:
+        expected = generate(executor, prompts())
+
+        def fail(self: object, *arguments: object, **options: object) -> None:
+            raise RuntimeError("made to fail")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerLauncher, "enqueue", fail)
+            with pytest.raises(ExecutionError, match=r"TensorRT failed in a step .*made to fail"):
+                generate(executor, prompts())
+        assert same_bits(expected, generate(executor, prompts()))
+    finally:
+        executor.close()

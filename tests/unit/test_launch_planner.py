@@ -1,0 +1,152 @@
+"""The planner: pure, within its own workspace bound, and every key in a partition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_trt.plugins.attention import AttentionSpec
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.launch.kernels_decode import split_partitions, split_workspace_bytes
+from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.operands import StepShape
+
+PAGE = 128
+HEURISTIC = PolicyPlanner(explicit=None)
+
+
+def make_request(
+    num_seqs: int,
+    width: int,
+    *,
+    kv_heads: int = 8,
+    group: int = 4,
+    value_dim: int = 128,
+    window: int = -1,
+    units: int | None = 132,
+) -> AttentionPlanRequest:
+    return AttentionPlanRequest(
+        arch="sm_90",
+        attention=AttentionSpec(
+            num_q_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_dim=128,
+            value_head_dim=value_dim,
+            softmax_scale=0.1,
+            window=window,
+        ),
+        activation_dtype=DType.BFLOAT16,
+        kv_cache_dtype=DType.BFLOAT16,
+        step=StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=width),
+        num_multiprocessors=units,
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> AttentionPlanRequest:
+    return make_request(
+        draw(st.integers(1, 300)),
+        draw(st.integers(1, 1100)),
+        kv_heads=draw(st.integers(1, 40)),
+        group=draw(st.integers(1, 40)),
+        value_dim=draw(st.sampled_from([16, 128, 192, 256])),
+        window=draw(st.one_of(st.just(-1), st.integers(1, 200_000))),
+        units=draw(st.one_of(st.none(), st.integers(1, 400))),
+    )
+
+
+def explicit_plans() -> st.SearchStrategy[AttentionPlan | None]:
+    splits = st.builds(
+        SplitKv,
+        partition_tokens=st.integers(1, 64).map(lambda pages: pages * PAGE),
+        threshold_tokens=st.integers(0, 5000),
+    )
+    return st.one_of(st.none(), st.just(Direct()), splits)
+
+
+def workspace(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
+    if isinstance(plan, Direct):
+        return 0
+    partitions = split_partitions(
+        plan, table_width=request.step.table_width, window=request.attention.window
+    )
+    return split_workspace_bytes(request.step, request.attention, partitions)
+
+
+@given(requests(), explicit_plans(), st.integers(0, 200), st.integers(0, 500))
+def test_no_step_passes_the_bound(
+    request: AttentionPlanRequest, explicit: AttentionPlan | None, seqs: int, width: int
+) -> None:
+    """The bound is asked for without a device, for the largest step of a profile."""
+    planner = PolicyPlanner(explicit=explicit)
+    step = request.step
+    largest = dataclasses.replace(
+        request,
+        arch=None,
+        num_multiprocessors=None,
+        step=StepShape(
+            num_tokens=step.num_tokens + seqs,
+            num_seqs=step.num_seqs + seqs,
+            table_width=step.table_width + width,
+        ),
+    )
+    plan = planner.plan(request).plan
+    assert workspace(plan, request) <= planner.workspace_bytes(largest)
+
+
+@given(requests())
+def test_partitions_cover_the_table(request: AttentionPlanRequest) -> None:
+    plan = HEURISTIC.plan(request).plan
+    if isinstance(plan, Direct):
+        return
+    assert plan.partition_tokens % PAGE == 0
+    tokens = request.step.table_width * PAGE
+    if request.attention.window == -1:
+        partitions = split_partitions(plan, table_width=request.step.table_width, window=-1)
+        assert partitions * plan.partition_tokens >= tokens
+        assert (partitions - 1) * plan.partition_tokens < tokens
+        assert partitions > 1
+
+
+@given(requests())
+def test_plans_are_pure(request: AttentionPlanRequest) -> None:
+    assert HEURISTIC.plan(request) == HEURISTIC.plan(request)
+    assert HEURISTIC.plan(request).source is PlanSource.HEURISTIC
+
+
+@given(requests(), st.sampled_from([Direct(), SplitKv(partition_tokens=256, threshold_tokens=0)]))
+def test_an_explicit_plan_is_followed(request: AttentionPlanRequest, plan: AttentionPlan) -> None:
+    planned = PolicyPlanner(explicit=plan).plan(request)
+    assert (planned.plan, planned.source) == (plan, PlanSource.EXPLICIT)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "tokens", "partitions"),
+    [
+        (1, 1024, 8),  # every page on its own: 64 blocks
+        (1, 4096, 16),
+        (1, 16384, 16),
+        (8, 4096, 2),
+        (32, 4096, None),  # 256 blocks fill the device
+        (1, 512, None),  # read before a merge kernel starts
+    ],
+)
+def test_measured_shapes(num_seqs: int, tokens: int, partitions: int | None) -> None:
+    request = make_request(num_seqs, tokens // PAGE)
+    plan = HEURISTIC.plan(request).plan
+    if partitions is None:
+        assert plan == Direct()
+    else:
+        assert isinstance(plan, SplitKv)
+        found = split_partitions(plan, table_width=request.step.table_width, window=-1)
+        assert found == partitions
+
+
+def test_the_bound_of_a_large_engine_is_small() -> None:
+    assert HEURISTIC.workspace_bytes(make_request(256, 1024, group=8)) < 4 << 20
+    assert HEURISTIC.workspace_bytes(make_request(1, 4)) == 0

@@ -1,0 +1,284 @@
+"""The TensorRT executor without a GPU: real steps, on a driver and an engine that stand in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_driver import FakeDriver
+from fake_engine import FakeEngine, read_memory
+from session.paged_toy import make_scales, make_spec, open_toy, prompt_of
+
+from paged_trt.plugins.device import Device, Stream
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ExecutionError, ManifestError
+from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
+from paged_trt.runtime.bindings import StepBuffers
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.pool import DeviceArena, layer_pools
+from paged_trt.runtime.session import Session
+from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
+
+Open = Callable[..., tuple[TensorRtExecutor, FakeEngine]]
+PROMPTS = [prompt_of(20), prompt_of(130), prompt_of(3)]
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def open_fake(tmp_path: Path, driver: FakeDriver) -> Open:
+    def open_(spec: EngineSpec | None = None, **options: Any) -> Any:
+        spec = spec or make_spec()
+        engine = FakeEngine(driver, open_toy(spec, tmp_path))
+        scales = make_scales(spec)
+        device = Device(driver=driver)
+        return TensorRtExecutor(engine, spec, device, kv_scales=scales, **options), engine
+
+    return open_
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec(),
+        make_spec(kv=DType.INT8),
+        make_spec(activation=DType.BFLOAT16),
+        make_spec(logits_mode=LogitsMode.ALL),
+    ],
+    ids=["float16", "int8", "bfloat16", "all-logits"],
+)
+def test_tokens_are_those_of_the_reference(
+    spec: EngineSpec, open_fake: Open, tmp_path: Path
+) -> None:
+    (tmp_path / "reference").mkdir()
+    with Session(open_toy(spec, tmp_path / "reference")) as session:
+        expected = session.generate(PROMPTS, 8)
+    executor, _ = open_fake(spec)
+    with Session(executor) as session:
+        found = session.generate(PROMPTS, 8, keep_logits=True)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    stats = executor.stats()
+    assert stats.graph_replays > 3
+    assert stats.graph_fallbacks == 0
+
+
+def test_a_steady_decode_step_costs_two_copies_and_one_graph(
+    open_fake: Open, driver: FakeDriver
+) -> None:
+    executor, engine = open_fake()
+    with Session(executor) as session:
+        session.add(prompt_of(20), 10)
+        for _ in range(4):
+            session.step()
+        driver.calls.clear()
+        before, executions = executor.stats(), engine.contexts[1].executions
+        set_calls = engine.contexts[1].set_calls
+        session.step()
+        assert driver.calls == {
+            "cuCtxPushCurrent": 1,
+            "cuMemcpyHtoDAsync": 1,
+            "cuGraphLaunch": 1,
+            "cuMemcpyDtoHAsync": 1,
+            "cuStreamSynchronize": 1,
+            "cuCtxPopCurrent": 1,
+        }
+        after = executor.stats()
+        assert engine.contexts[1].executions == executions
+        assert engine.contexts[1].set_calls == set_calls
+    assert after.graph_replays == before.graph_replays + 1
+    assert after.table_copies == before.table_copies
+    assert after.allocations == before.allocations
+    assert after.input_copies == after.output_copies == after.steps
+
+
+def test_the_table_travels_when_a_page_is_added(open_fake: Open) -> None:
+    executor, _ = open_fake()
+    with Session(executor) as session:
+        session.add(prompt_of(126), 10)
+        copies = []
+        for _ in range(6):
+            session.step()
+            copies.append(executor.stats().table_copies)
+    # Lengths 126 to 128 are on one page; token 129 takes the second.
+    assert copies == [1, 1, 1, 2, 2, 2]
+
+
+def test_each_bucket_is_captured_once(open_fake: Open, driver: FakeDriver) -> None:
+    executor, engine = open_fake()
+    with Session(executor) as session:
+        for _ in range(3):
+            session.generate(PROMPTS, 6)
+        stats = executor.stats()
+        # N = 3 is a bucket of this engine, M = 2 holds the longest prompt.
+        assert stats.graph_captures == 1
+        assert stats.graph_replays == 3 * 5 - 1
+        assert engine.contexts[1].executions == 1
+        assert driver.graphs == 1
+    assert driver.graphs == 0
+
+
+def test_without_graphs_every_step_is_eager(open_fake: Open, driver: FakeDriver) -> None:
+    executor, _ = open_fake(uses_graphs=False)
+    with Session(executor) as session:
+        session.generate(PROMPTS, 6)
+    assert driver.calls["cuStreamBeginCapture"] == 0
+    assert executor.stats().graph_fallbacks == 0
+
+
+def test_a_graph_that_cannot_be_captured_falls_back_and_is_counted(
+    open_fake: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor, engine = open_fake()
+    engine.uncapturable = True
+    with Session(executor) as session:
+        tokens = session.generate(PROMPTS, 6)[0].tokens
+    assert len(tokens) == 6
+    assert executor.stats().graph_fallbacks == 4
+    assert [record.message[:50] for record in caplog.records] == [
+        "decode steps of 3 sequences and 2 pages run withou"
+    ]
+
+
+def test_a_failed_step_leaves_a_usable_executor(open_fake: Open) -> None:
+    executor, engine = open_fake()
+    with Session(executor) as session:
+        expected = session.generate([PROMPTS[0]], 4)
+        engine.failing = 1
+        with pytest.raises(ExecutionError, match=r"TensorRT failed in a step of .*num_tokens=20"):
+            session.generate([PROMPTS[0]], 4)
+        assert session.generate([PROMPTS[0]], 4) == expected
+
+
+def test_a_lost_device_ends_the_executor_by_name(open_fake: Open, driver: FakeDriver) -> None:
+    executor, _ = open_fake()
+    session = Session(executor)
+    driver.failing = {"cuStreamSynchronize": 2}
+    with pytest.raises(ExecutionError, match="cuStreamSynchronize failed"):
+        session.generate([PROMPTS[0]], 4)
+    with pytest.raises(ExecutionError, match=r"the device was lost in a step .*load the engine"):
+        session.generate([PROMPTS[0]], 4)
+    session.close()
+    assert driver.blocks == {}
+
+
+def test_close_frees_everything_and_twice_is_fine(open_fake: Open, driver: FakeDriver) -> None:
+    executor, _ = open_fake(make_spec(kv=DType.FLOAT8))
+    assert driver.blocks
+    with Session(executor) as session:
+        session.generate(PROMPTS, 3)
+    executor.close()
+    assert (driver.blocks, driver.pinned, driver.streams, driver.pushed) == ({}, {}, 0, 0)
+    with pytest.raises(ExecutionError, match="the TensorRT executor is closed; load the engine"):
+        executor.step(None)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_is_named_and_nothing_is_left(tmp_path: Path, driver: FakeDriver) -> None:
+    spec = make_spec()
+    driver.memory_bytes = spec.pool_bytes() - 1
+    engine = FakeEngine(driver, open_toy(spec, tmp_path))
+    with pytest.raises(ExecutionError, match=r"no [\d,]+ bytes for the KV pools of layer 1"):
+        TensorRtExecutor(engine, spec, Device(driver=driver))
+    assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_a_context_that_is_not_made_leaves_nothing(tmp_path: Path, driver: FakeDriver) -> None:
+    spec = make_spec()
+    engine = FakeEngine(driver, open_toy(spec, tmp_path))
+    engine.max_contexts = 0
+    with pytest.raises(ExecutionError, match="TensorRT made no execution context"):
+        TensorRtExecutor(engine, spec, Device(driver=driver))
+    assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_each_bucket_has_a_context_that_nothing_changes(open_fake: Open) -> None:
+    """A graph is undefined once its context was changed."""
+    executor, engine = open_fake()
+    with Session(executor) as session:
+        session.generate(PROMPTS, 3)
+        session.generate(PROMPTS[:1], 3)
+        decode = engine.contexts[1:]
+        assert executor.stats().contexts == 3 == len(engine.contexts)
+        changes = [each.set_calls for each in decode]
+        session.generate(PROMPTS, 5)
+        session.generate(PROMPTS[:1], 5)
+        assert [each.set_calls for each in decode] == changes
+        assert [each.executions for each in decode] == [1, 1]
+        engine.max_contexts = 0
+        with pytest.raises(ExecutionError, match="made no execution context"):
+            session.generate(PROMPTS[:2], 3)
+        assert session.generate(PROMPTS, 3)
+
+
+def test_a_refused_shape_is_named(open_fake: Open) -> None:
+    executor, engine = open_fake()
+    engine.unbindable = {"page_table"}
+    with pytest.raises(ExecutionError, match="TensorRT refused `page_table` with dims"):
+        Session(executor).generate(PROMPTS, 2)
+
+
+def test_missing_scales_are_refused_before_anything_is_allocated(
+    tmp_path: Path, driver: FakeDriver
+) -> None:
+    spec = make_spec(kv=DType.INT8)
+    engine = FakeEngine(driver, open_toy(spec, tmp_path))
+    with pytest.raises(ManifestError, match="scales"):
+        TensorRtExecutor(engine, spec, Device(driver=driver))
+    assert driver.calls["cuMemAlloc"] == 0
+
+
+def test_scales_are_on_the_device(open_fake: Open) -> None:
+    spec = make_spec(kv=DType.INT8)
+    executor, engine = open_fake(spec)
+    name = kv_scales_name(1)
+    address = engine.contexts[0].addresses[name]
+    found = read_memory(address, (2, 2), np.dtype(np.float32))
+    assert np.array_equal(found, make_scales(spec)[name])
+    executor.close()
+
+
+def test_pools_are_zero_and_values_follow_keys(open_fake: Open, driver: FakeDriver) -> None:
+    spec = make_spec()
+    executor, engine = open_fake(spec)
+    (dims,) = {tensor.dims for tensor in spec.pools()}
+    size = int(np.prod([int(dim) for dim in dims])) * spec.kv_cache_dtype.itemsize
+    for index, layer in enumerate(layer_pools(spec)):
+        addresses = engine.contexts[0].addresses
+        key, value = addresses[f"key_pool.{index}"], addresses[f"value_pool.{index}"]
+        assert value - key == size == layer.value_offset
+        assert not read_memory(key, (2 * size,), np.dtype(np.uint8)).any()
+        assert driver.blocks[key]
+    executor.close()
+
+
+@pytest.mark.parametrize("tokens", [3, 33, 40])
+def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriver) -> None:
+    spec = dataclasses.replace(make_spec(), reads_position_ids=True)
+    buffers = StepBuffers(DeviceArena(Device(driver=driver)), spec)
+    rng = np.random.default_rng(tokens)
+    inputs = StepInputs(
+        input_ids=rng.integers(0, 90, tokens),
+        position_ids=rng.integers(0, 90, tokens),
+        page_table=rng.integers(-1, 9, (3, 2)).astype(np.int32),
+        query_start_offsets=np.asarray([0, 1, 2, tokens], np.int32),
+        past_lens=rng.integers(0, 90, 3).astype(np.int32),
+    )
+    stream = Stream(driver)
+    for _ in range(2):
+        buffers.upload(inputs, stream)
+    assert driver.calls["cuMemcpyHtoDAsync"] == 3  # the table once
+    bindings = buffers.bindings(StepShape(num_tokens=tokens, num_seqs=3, table_width=2))
+    for name, (address, dims) in bindings.items():
+        assert address % 256 == 0
+        if dims is not None:
+            array = getattr(inputs, name)
+            found = read_memory(address, dims, array.dtype)
+            assert np.array_equal(found.reshape(array.shape), array), name
+    assert bindings["position_ids"][1] == bindings["input_ids"][1] == (1, tokens)
