@@ -12,7 +12,9 @@ from rich.table import Table
 from paged_trt.builder.config import BuildConfig
 from paged_trt.builder.pipeline import BuildRequest, PagePlan, build_engine_directory, plan_build
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.build_check import check_build, require_checkable
 from paged_trt.scripts.cli import configure_logging, plain
+from paged_trt.scripts.compare import EXIT_DIFFERENT
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
 
@@ -73,8 +75,16 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     "--save-onnx", type=click.Path(path_type=Path), help="Also write the rewritten model here."
 )
 @click.option("--force", is_flag=True, help="Replace the engine directory that is there.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Then compare model and rewritten model in onnxruntime; exit 1 where they differ.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show TensorRT's log.")
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     model: Path,
     output: Path | None,
     tokenizer: Path | None,
@@ -82,6 +92,7 @@ def command(
     dry_run: bool,
     save_onnx: Path | None,
     force: bool,
+    check: bool,
     verbose: bool,
     **options: Any,
 ) -> None:
@@ -97,6 +108,8 @@ def command(
     """
     if output is None and not dry_run:
         raise ConfigError("`-o ENGINE_DIR` is missing; pass it, or `--dry-run` to build nothing")
+    if check:
+        require_checkable(model, reference=not no_reference, dry_run=dry_run)
     config = BuildConfig(**options)
     request = BuildRequest(
         model=model,
@@ -119,6 +132,8 @@ def command(
     click.echo(
         f"{output}: {manifest.spec.pool.num_pages} pages, {len(manifest.spec.layers)} layers"
     )
+    if check and output is not None and not check_build(model, output, console):
+        ctx.exit(EXIT_DIFFERENT)
 
 
 def page_plan_table(plan: PagePlan) -> Table:

@@ -8,6 +8,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from paged_trt.builder.onnx.float_islands import FloatKinds, Kind
-from paged_trt.builder.onnx.graph import Emitter, node_name, tensor_shape, value_name
+from paged_trt.builder.onnx.graph import Array, Emitter, node_name, tensor_shape, value_name
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 
@@ -132,17 +133,31 @@ def _converted(
 ) -> ir.LazyTensor:
     """`tensor` in another type; it is read here for its range, and again when it is written."""
     if new is ir.DataType.FLOAT16:
-        _check_range(tensor)
+        _check_range(tensor.numpy(), str(tensor.name))
+        _unmap(tensor)
+
+    def convert() -> ir.TensorProtocol:
+        converted = ir.tensor(tensor.numpy().astype(new.numpy()))
+        _unmap(tensor)
+        return converted
+
     return ir.LazyTensor(
-        lambda: ir.tensor(tensor.numpy().astype(new.numpy())),
+        convert,
         dtype=new,
         shape=tensor_shape(tensor),
         name=name or tensor.name,
     )
 
 
-def _check_range(tensor: ir.TensorProtocol) -> None:
-    array = tensor.numpy()
+def _unmap(tensor: ir.TensorProtocol) -> None:
+    """Let go of a weight's pages: what is mapped counts as this process's memory."""
+    if isinstance(tensor, ir.ExternalTensor):
+        # Where a view of the weight is alive, its pages stay.
+        with contextlib.suppress(BufferError):
+            tensor.release()
+
+
+def _check_range(array: Array, name: str) -> None:
     if array.size == 0:
         return
     largest = max(abs(float(array.max())), abs(float(array.min())))
@@ -152,8 +167,7 @@ def _check_range(tensor: ir.TensorProtocol) -> None:
         largest = float(np.abs(finite).max(initial=0))
     if largest > _FLOAT16_MAX:
         raise ConfigError(
-            f"`{tensor.name}` holds {largest:g}, over float16's {_FLOAT16_MAX:g}; pass "
-            "`--dtype bfloat16`"
+            f"`{name}` holds {largest:g}, over float16's {_FLOAT16_MAX:g}; pass `--dtype bfloat16`"
         )
 
 
