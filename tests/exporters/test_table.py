@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-import table  # noqa: E402 - a script's module beside this file
+import table
 
 
 def test_readme_is_made_from_the_results() -> None:
