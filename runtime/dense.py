@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.runtime.dense_signature import CachePort, DenseSignature
 
 Array = npt.NDArray[Any]
+EXACT_PRODUCTS: Final = ("session.qdq_matmulnbits_accuracy_level", "1")
+"""Session option: products with INT4 weights in float32. onnxruntime's own choice rounds the
+activations to INT8, which neither the exporter's model nor TensorRT says."""
 
 
 class Decoder(Protocol):
@@ -88,6 +91,7 @@ def open_session(model: Path | bytes) -> Any:
     options = onnxruntime.SessionOptions()
     # Errors are raised: onnxruntime need not print them as well.
     options.log_severity_level = 4
+    options.add_session_config_entry(*EXACT_PRODUCTS)
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common public base

@@ -22,6 +22,7 @@ from paged_trt.plugins.tensors import (
     EngineSpec,
     pool_output_name,
 )
+from paged_trt.runtime.dense import EXACT_PRODUCTS
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
@@ -181,6 +182,7 @@ def _make_session(runtime: ModuleType, model: ReferenceModel, model_path: Path) 
     options.use_deterministic_compute = True
     # Errors are raised: onnxruntime need not print them as well.
     options.log_severity_level = 4
+    options.add_session_config_entry(*EXACT_PRODUCTS)
     try:
         with model.file() as path:
             return runtime.InferenceSession(

@@ -8,18 +8,12 @@ from typing import Any
 
 import onnx_ir as ir
 
+from paged_trt.builder.onnx.dialects import DIALECTS, Match, match_layer, unsupported
 from paged_trt.builder.onnx.facts import Dialect, ModelFacts
 from paged_trt.builder.onnx.graph import node_name
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.probe import Probe
-from paged_trt.builder.onnx.survey import (
-    DIALECTS,
-    Match,
-    make_probe,
-    match_layer,
-    survey,
-    unsupported,
-)
+from paged_trt.builder.onnx.survey import make_probe, survey
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.errors import OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.runtime import reference_executor
 from paged_trt.runtime.decoders import UPCAST_NOTE, open_decoder
-from paged_trt.runtime.dense import Generation, greedy
+from paged_trt.runtime.dense import Generation, greedy, open_session
 from paged_trt.runtime.dense_signature import load_graph, read_signature
+from paged_trt.runtime.reference_model import ReferenceModel
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 
@@ -239,3 +242,45 @@ def test_missing_weights_are_a_named_error(toys: dict[Dialect, Path], tmp_path: 
     lonely.write_bytes(toys[Dialect.GQA].read_bytes())
     with pytest.raises(UnsupportedError, match="onnxruntime cannot run"):
         open_decoder(lonely)
+
+
+@pytest.mark.parametrize("kind", ["dense", "engine"])
+def test_products_with_int4_weights_are_exact(tmp_path: Path, kind: str) -> None:
+    """onnxruntime would round their activations to INT8, on one side of a comparison or both."""
+    generator = np.random.default_rng(0)
+    weight = onnx.helper.make_tensor(
+        "weight", onnx.TensorProto.INT4, [64, 32], generator.integers(-8, 8, 64 * 32)
+    )
+    scales = onnx.numpy_helper.from_array(
+        generator.uniform(0.1, 0.2, (2, 32)).astype(np.float32), "scales"
+    )
+    nodes = [
+        onnx.helper.make_node(
+            "DequantizeLinear", ["weight", "scales"], ["full"], axis=0, block_size=32
+        ),
+        onnx.helper.make_node("MatMul", ["x", "full"], ["y"]),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "product",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 64])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 32])],
+        [weight, scales],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
+    model.ir_version = 10
+    onnx.save(model, tmp_path / "model.onnx")
+    session = (
+        open_session(tmp_path / "model.onnx")
+        if kind == "dense"
+        else reference_session(tmp_path / "model.onnx")
+    )
+    x = generator.standard_normal((5, 64)).astype(np.float32)
+    blocks = onnx.numpy_helper.to_array(scales).repeat(32, axis=0)
+    expected = x @ (onnx.numpy_helper.to_array(weight).astype(np.float32) * blocks)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def reference_session(path: Path) -> Any:
+    model = ReferenceModel(path, None)
+    return reference_executor._make_session(onnxruntime, model, path)

@@ -43,6 +43,8 @@ GENAI_FORMS: Final[dict[str, tuple[str, str, dict[str, str]]]] = {
     "paged": ("cuda", "fp16", {"use_paged_attention": "true"}),
     "MHA": ("cpu", "fp16", {}),
     "GQA float32": ("cpu", "fp32", {}),
+    "GQA INT4": ("cuda", "int4", {}),
+    "GQA INT4 QDQ": ("cuda", "int4", {"use_qdq": "true"}),
 }
 """Provider, precision and options of the builder by form."""
 
@@ -113,6 +115,8 @@ CASES: Final = (
     Case(family="bloom", tool="direct", exporter_error="0 of 2 layers"),
     Case(family="llama", tool="genai", form="GQA for TensorRT-RTX"),
     Case(family="llama", tool="genai", form="GQA float32", dtype="float32"),
+    Case(family="llama", tool="genai", form="GQA INT4 QDQ"),
+    Case(family="llama", tool="genai", form="GQA INT4", refusal="com.microsoft::MatMulNBits"),
     # onnxruntime fails in the second step of this model: its declared shapes contradict each other.
     Case(family="llama", tool="genai", form="MHA", reference=_GENAI_CPU),
 )

@@ -336,6 +336,15 @@ def test_not_yet(load: Load, op_type: str) -> None:
     assert "is not supported" in message
 
 
+def test_weights_that_only_onnxruntime_reads(load: Load) -> None:
+    model = load("gqa")
+    head = model.graph.outputs[0].producer()
+    head.domain, head.op_type = "com.microsoft", "MatMulNBits"
+    message = refused(model)
+    assert "com.microsoft::MatMulNBits" in message
+    assert "use_qdq=true" in message
+
+
 def test_mixed_dialects(load: Load) -> None:
     model = load("gqa")
     node = variants.attention_nodes(model)[0]
