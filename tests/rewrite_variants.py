@@ -214,6 +214,59 @@ def scaled_logits(model: ir.Model) -> None:
     model.graph.outputs[0] = result
 
 
+def scatter_cache(model: ir.Model) -> None:
+    """Caches of fixed length that TensorScatter writes; the valid length is computed."""
+    causal_without_mask(model)
+    model.opset_imports[""] = 24
+    indices = _length_input(model, "write_indices")
+    ids = value_named(model, "input_ids")
+    new = add(model, "Shape", [ids], {"start": 1, "end": 2})
+    length = add(model, "Add", [indices, new])
+    for node in attention_nodes(model):
+        for slot in (1, 2):
+            cache, present = node.inputs[slot + 3], node.outputs[slot]
+            cache.shape = ir.Shape(["batch_size", 2, "max_sequence_length", 64])
+            name, type_ = present.name, present.type
+            present.name = f"variant_dense_{name}"
+            written = add(model, "TensorScatter", [cache, node.inputs[slot], indices])
+            set_input(node, slot, written)
+            set_input(node, slot + 3, None)
+            written.name, written.type, written.shape = name, type_, cache.shape
+            position = list(model.graph.outputs).index(present)
+            model.graph.outputs[position] = written
+        node.resize_outputs(1)
+        set_input(node, 6, length)
+    model.graph.sort()
+
+
+def scatter_cache_of_the_caller(model: ir.Model) -> None:
+    """The same, with the valid length as an input."""
+    scatter_cache(model)
+    length = _length_input(model, "nonpad_kv_seqlen")
+    for node in attention_nodes(model):
+        set_input(node, 6, length)
+
+
+def scatter_positions(model: ir.Model) -> None:
+    """The same, with positions counted from `write_indices`."""
+    scatter_cache(model)
+    zero, one = (constant(model, f"variant_{i}", np.array(i, np.int64)) for i in (0, 1))
+    axis = constant(model, "variant_axis", np.array([0], np.int64))
+    ids = value_named(model, "input_ids")
+    new = add(model, "Squeeze", [add(model, "Shape", [ids], {"start": 1, "end": 2})])
+    counted = add(model, "Range", [zero, new, one])
+    shifted = add(model, "Add", [counted, value_named(model, "write_indices")])
+    _replace_position_ids(model, add(model, "Unsqueeze", [shifted, axis]))
+
+
+def _length_input(model: ir.Model, name: str) -> ir.Value:
+    value = ir.Value(
+        name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch_size"])
+    )
+    model.graph.inputs.append(value)
+    return value
+
+
 def hidden(model: ir.Model) -> ir.Value:
     """What the LM head reads, `[1, tokens, 128]`."""
     found = model.graph.outputs[0].producer().inputs[0]

@@ -2,8 +2,9 @@
 
     B batch    S new tokens    P past tokens    H query heads    K key/value heads    D head size
 
-The cache is either the node's own (`past_key` `[B, K, P, D]` in, `present_key` out) or a
-`Concat(past, new)` before it, with or without the heads repeated to H in between.
+The cache is the node's own (`past_key` `[B, K, P, D]` in, `present_key` out), or a
+`Concat(past, new)` before it, with or without the heads repeated to H in between, or a
+`TensorScatter(cache, new)` before it where the node has `nonpad_kv_seqlen`.
 
 `is_causal=1` was evaluated with past tokens in onnxruntime 1.32 and in onnx's own evaluator.
 With `past_key` inputs, query i of a step sees the keys up to P + i, as the operator's errata
@@ -15,6 +16,7 @@ PagedAttention does. `left_window_size` counts keys besides the query's own.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import onnx_ir as ir
@@ -32,6 +34,7 @@ from paged_trt.builder.onnx.graph import (
 )
 from paged_trt.builder.onnx.mask import prove_mask
 from paged_trt.builder.onnx.probe import Probe
+from paged_trt.builder.onnx.scatter_cache import check_valid_length, scatter_cache
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.errors import OnnxRewriteError
 
@@ -50,9 +53,7 @@ SCHEMA: Final = NodeSchema(
     # PagedAttention's softmax is float32 (1); the mode only matters for a refused output.
     neutral={"softmax_precision": (0, 1), "qk_matmul_output_mode": None},
     inputs=("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"),
-    refused_inputs={
-        "nonpad_kv_seqlen": "export with `past_key` and `past_value`, or with Concat(past, new)"
-    },
+    refused_inputs={},
     outputs=("Y", "present_key", "present_value", "qk_matmul_output"),
     refused_outputs={"qk_matmul_output": "export without `output_attentions`"},
 )
@@ -78,15 +79,9 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
     """
     SCHEMA.check(node)
     query, key, value = (_required(node, index) for index in range(3))
-    if operand(node, 4) is not None or operand(node, 5) is not None:
-        caches, presents = _own_cache(node)
-    else:
-        _refuse_presents(node)
-        (key, key_cache, key_present), (value, value_cache, value_present) = (
-            concat_cache(node, each, probe) for each in (key, value)
-        )
-        caches, presents = (key_cache, value_cache), (key_present, value_present)
-    window, limits = _window(node, probe, has_own_cache=presents[0].producer() is node)
+    cache = _find_cache(node, key, value, probe)
+    window, limits = _window(node, probe, knows_past=cache.knows_past)
+    caches = cache.caches
     head_dim = require_static_dim(caches[0], 3, node=node)
     layout, num_q_heads = _layout(node, query, probe, head_dim=head_dim)
     attention = AttentionSpec(
@@ -104,12 +99,62 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         attention=attention,
         layout=layout,
         query=query,
-        key=key,
-        value=value,
+        key=cache.key,
+        value=cache.value,
         caches=caches,
-        presents=presents,
+        presents=cache.presents,
+        step_inputs=cache.step_inputs,
     )
     return found, limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cache:
+    """New keys and values, the caches that they join, and whether the node knows the past."""
+
+    key: ir.Value
+    value: ir.Value
+    caches: tuple[ir.Value, ir.Value]
+    presents: tuple[ir.Value, ir.Value]
+    knows_past: bool = True
+    step_inputs: tuple[ir.Value, ...] = ()
+
+
+def _find_cache(node: ir.Node, key: ir.Value, value: ir.Value, probe: Probe) -> _Cache:
+    length = operand(node, 6)
+    if operand(node, 4) is not None or operand(node, 5) is not None:
+        if length is not None:
+            raise OnnxRewriteError(
+                node_name(node), "it has both `past_key` and `nonpad_kv_seqlen`", WITH_CACHE
+            )
+        caches, presents = _own_cache(node)
+        return _Cache(key=key, value=value, caches=caches, presents=presents)
+    _refuse_presents(node)
+    if length is None:
+        keys, values = (concat_cache(node, each, probe) for each in (key, value))
+        return _Cache(
+            key=keys[0],
+            value=values[0],
+            caches=(keys[1], values[1]),
+            presents=(keys[2], values[2]),
+            knows_past=False,
+        )
+    (*keys_, key_at), (*values_, value_at) = (scatter_cache(node, each) for each in (key, value))
+    if key_at is not value_at:
+        raise OnnxRewriteError(
+            node_name(node),
+            f"its keys are written at `{value_name(key_at)}` and its values at "
+            f"`{value_name(value_at)}`",
+            "export with one `write_indices`",
+        )
+    check_valid_length(node, length, probe)
+    return _Cache(
+        key=keys_[0],
+        value=values_[0],
+        caches=(keys_[1], values_[1]),
+        presents=(keys_[2], values_[2]),
+        step_inputs=(key_at, *([length] if length.is_graph_input() else [])),
+    )
 
 
 def _required(node: ir.Node, index: int) -> ir.Value:
@@ -175,13 +220,13 @@ def _check_kv_heads(node: ir.Node, attention: AttentionSpec, layout: Layout) -> 
 
 
 def _window(
-    node: ir.Node, probe: Probe, *, has_own_cache: bool
+    node: ir.Node, probe: Probe, *, knows_past: bool
 ) -> tuple[int, tuple[PositionLimit, ...]]:
     """Window of mask and attributes together, with the length up to which it was proved."""
     left, right = (attribute(node, f"{side}_window_size", -1) for side in ("left", "right"))
     # No key to the right of the query is what causal means; a wider right side hides less.
     is_causal = bool(attribute(node, "is_causal", 0)) or right == 0
-    if not has_own_cache and (is_causal or left >= 0 or right >= 0):
+    if not knows_past and (is_causal or left >= 0 or right >= 0):
         raise OnnxRewriteError(
             node_name(node),
             "`is_causal` or a window after Concat(past, new) counts positions from the first "
@@ -189,6 +234,12 @@ def _window(
             "export with `past_key` and `past_value`, or with a causal mask input",
         )
     mask = operand(node, 3)
+    if mask is not None and operand(node, 6) is not None:
+        raise OnnxRewriteError(
+            node_name(node),
+            "it has a mask over a cache of fixed length, most of which holds nothing",
+            "export with `is_causal=1` and no mask beside `nonpad_kv_seqlen`",
+        )
     windows = [left + 1] if left >= 0 else []
     limits: tuple[PositionLimit, ...] = ()
     if mask is not None:

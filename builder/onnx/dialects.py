@@ -23,6 +23,11 @@ DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = 
     (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
 _NOT_YET: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
+_OTHER_PLUGINS: Final = {
+    "AttentionPlugin": "TensorRT Edge-LLM",
+    "TRT_Attention": "TensorRT",
+    "TRT_KVCacheUpdate": "TensorRT",
+}
 _RUNTIME_ONLY: Final = frozenset({"MatMulNBits", "QMoE", "GatherBlockQuantized"})
 """Operators of quantised weights that TensorRT's parsers leave to a plugin of onnxruntime."""
 
@@ -53,6 +58,13 @@ def match_layer(
 
 def unsupported(node: ir.Node) -> OnnxRewriteError | None:
     """Why an attention node of no known dialect is refused; None for every other node."""
+    if node.op_type in _OTHER_PLUGINS:
+        return OnnxRewriteError(
+            node_name(node),
+            f"{node.domain}::{node.op_type} is an operator of {_OTHER_PLUGINS[node.op_type]}, with "
+            "a KV cache of its own",
+            "start from the model that it was exported from: " + EXPORT_COMMAND,
+        )
     if node.domain != "com.microsoft" or node.op_type not in _NOT_YET:
         return None
     return OnnxRewriteError(

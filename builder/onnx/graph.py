@@ -17,7 +17,8 @@ Array = npt.NDArray[Any]
 EXPORT_COMMAND: Final = (
     "export with `torch.onnx.export(model, ..., dynamo=True, opset_version=23)` on torch 2.9 or "
     'later, with `attn_implementation="sdpa"` where the model is from transformers: that writes '
-    "Attention nodes"
+    "Attention nodes; or, from transformers, with "
+    "`paged_trt.builder.huggingface.export_huggingface(model, folder)`"
 )
 
 

@@ -59,6 +59,11 @@ class Probe:
                 self._shape_sources.add(graph_input)
             if graph_input.name in {ATTENTION_MASK, POSITION_IDS}:
                 self._value_sources.add(graph_input)
+        self._past_sources = {
+            each for each in model.graph.inputs if _is_read_by(each, "TensorScatter", 2)
+        }
+        """Where TensorScatter writes is the past of a sequence."""
+        self._value_sources |= self._past_sources
         self.proved_masks: dict[tuple[ir.Value, bool], tuple[int, int]] = {}
         """Window and proved length by mask: the layers of a model share one or two masks."""
         self._shapes: dict[Step, dict[str, tuple[int | None, ...]]] = {}
@@ -188,6 +193,8 @@ class Probe:
     def _leaf_array(self, leaf: ir.Value, step: Step, unknown: int) -> Array:
         if leaf in self._value_sources:
             dtype = (leaf.dtype or ir.DataType.INT64).numpy()
+            if leaf in self._past_sources:
+                return np.full(1, step.past, dtype)
             if leaf.name == ATTENTION_MASK:
                 return np.ones((1, step.total), dtype)
             return np.arange(step.past, step.total).astype(dtype)[None]
@@ -214,7 +221,10 @@ class Probe:
         if source.name in {INPUT_IDS, POSITION_IDS}:
             has_batch_axis = source.shape is None or len(source.shape) > 1
             return (1, step.new) if has_batch_axis else (step.new,)
-        return (1, static_dim(source, 1), step.past, static_dim(source, 3))
+        # A cache of fixed length has one that no step tells.
+        is_fixed = _is_read_by(source, "TensorScatter", 0)
+        length = static_dim(source, 2) if is_fixed else step.past
+        return (1, static_dim(source, 1), length, static_dim(source, 3))
 
     def _cut(
         self, value: ir.Value, given: ir.Value | None
@@ -240,6 +250,10 @@ class Probe:
                 nodes.add(node)
                 stack.extend(parent for parent in node.inputs if parent is not None)
         return nodes, leaves, constants
+
+
+def _is_read_by(value: ir.Value, op_type: str, slot: int) -> bool:
+    return any(node.op_type == op_type and index == slot for node, index in value.uses())
 
 
 def steps_of(pairs: Iterable[tuple[int, int]]) -> tuple[Step, ...]:

@@ -336,6 +336,16 @@ def test_not_yet(load: Load, op_type: str) -> None:
     assert "is not supported" in message
 
 
+@pytest.mark.parametrize("op_type", ["AttentionPlugin", "TRT_Attention"])
+def test_attention_of_another_plugin(load: Load, op_type: str) -> None:
+    model = load("gqa")
+    for node in variants.attention_nodes(model):
+        node.domain, node.op_type = "trt_edgellm", op_type
+    message = refused(model)
+    assert f"trt_edgellm::{op_type} is an operator of TensorRT" in message
+    assert "export_huggingface" in message
+
+
 def test_weights_that_only_onnxruntime_reads(load: Load) -> None:
     model = load("gqa")
     head = model.graph.outputs[0].producer()

@@ -54,6 +54,18 @@ CASES: dict[str, tuple[str, variants.Change, list[variants.Change]]] = {
     "head_norms": ("gqa", runtime.norm_nodes, [runtime.norm_inputs]),
     "windowed_cache": ("gqa", runtime.window, [runtime.windowed_cache]),
     "open_head_size": ("gqa", nothing, [runtime.open_head_size]),
+    "scatter_cache": ("attention23-past", nothing, [variants.scatter_cache]),
+    "scatter_cache_of_the_caller": (
+        "attention23-past",
+        nothing,
+        [variants.scatter_cache_of_the_caller],
+    ),
+    "scatter_positions": ("attention23-past", nothing, [variants.scatter_positions]),
+    "scatter_window": (
+        "attention23-past",
+        variants.left_window,
+        [variants.scatter_cache, variants.left_window],
+    ),
     "multi_head": ("attention23-concat", nothing, [runtime.multi_head]),
 }
 
@@ -198,6 +210,55 @@ def test_multi_head_without_mask(multi_head_model: ir.Model) -> None:
 def test_multi_head_packed(multi_head_model: ir.Model) -> None:
     variants.set_input(nodes(multi_head_model)[0], 2, None)
     assert "packed" in refused(multi_head_model)
+
+
+@pytest.fixture
+def scatter_model(write: Write) -> ir.Model:
+    return load_model(write("attention23-past", variants.scatter_cache) / "model.onnx")
+
+
+def scatters(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == "TensorScatter"]
+
+
+def test_circular_cache(scatter_model: ir.Model) -> None:
+    scatters(scatter_model)[1].attributes.add(ir.AttrString("mode", "circular"))
+    assert "`mode` is 'circular'" in refused(scatter_model)
+
+
+def test_cache_written_along_its_heads(scatter_model: ir.Model) -> None:
+    scatters(scatter_model)[0].attributes.add(ir.AttrInt64("axis", 1))
+    assert "third axis" in refused(scatter_model)
+
+
+def test_cache_written_at_the_start(scatter_model: ir.Model) -> None:
+    variants.set_input(scatters(scatter_model)[0], 2, None)
+    assert "writes at the start" in refused(scatter_model)
+
+
+def test_keys_and_values_written_at_different_places(scatter_model: ir.Model) -> None:
+    other = variants._length_input(scatter_model, "other_indices")
+    variants.set_input(scatters(scatter_model)[0], 2, other)
+    assert "`other_indices`" in refused(scatter_model)
+
+
+def test_valid_length_that_leaves_tokens_out(scatter_model: ir.Model) -> None:
+    indices = variants.value_named(scatter_model, "write_indices")
+    for node in variants.attention_nodes(scatter_model):
+        variants.set_input(node, 6, variants.add(scatter_model, "Identity", [indices]))
+    scatter_model.graph.sort()
+    assert "`nonpad_kv_seqlen` is [0] with 1 new tokens" in refused(scatter_model)
+
+
+def test_mask_over_a_cache_of_fixed_length(scatter_model: ir.Model) -> None:
+    mask = variants.constant(scatter_model, "mask", np.zeros((1, 1, 1, 16), bool))
+    variants.set_input(variants.attention_nodes(scatter_model)[0], 3, mask)
+    assert "mask over a cache of fixed length" in refused(scatter_model)
+
+
+def test_scattered_cache_that_is_not_causal(scatter_model: ir.Model) -> None:
+    variants.set_attributes(is_causal=0)(scatter_model)
+    assert "`is_causal` is 0" in refused(scatter_model)
 
 
 @pytest.mark.parametrize("schema", [runtime_paged.SCHEMA, multi_head.SCHEMA])
