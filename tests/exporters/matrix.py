@@ -150,7 +150,8 @@ def run_case(case: Case, work: Path) -> dict[str, Any]:
         return row
     row |= {"layers": [node["attention"] for node in report["nodes"]],
             "kv_bytes_per_token": report["kv_bytes_per_token"]}  # fmt: skip
-    return row | _build_and_compare(case, model, reference)
+    options = ["--dtype=float16"] if case.dtype == "float32" else []
+    return row | build_and_compare(model, reference, build_options=options)
 
 
 def _refused(case: Case, report: dict[str, Any], model: Path) -> dict[str, Any]:
@@ -161,19 +162,26 @@ def _refused(case: Case, report: dict[str, Any], model: Path) -> dict[str, Any]:
     return {"result": "refused" if code == 2 and is_named else "failed", "detail": detail}
 
 
-def _build_and_compare(case: Case, model: Path, reference: Path) -> dict[str, Any]:
+def build_and_compare(
+    model: Path,
+    reference: Path,
+    *,
+    build_options: Sequence[str] = (),
+    compare_options: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Build an engine of `model` and compare it with `reference`; what came out."""
     engine = model.parent / "engine"
     shutil.rmtree(engine, ignore_errors=True)
-    options = ["--dtype=float16"] if case.dtype == "float32" else []
-    code, text = _paged_trt("build", str(model), "-o", str(engine), *LIMITS, *options)
+    code, text = _paged_trt("build", str(model), "-o", str(engine), *LIMITS, *build_options)
     if code != 0:
-        return {"detail": f"build: {_error_line(text)}"}
+        return {"result": "failed", "detail": f"build: {_error_line(text)}"}
     file = model.parent / "compare.json"
     file.unlink(missing_ok=True)
-    code, text = _paged_trt("compare", str(reference), str(engine), "--executor=reference",
-                            f"--new-tokens={NEW_TOKENS}", f"--json={file}")  # fmt: skip
+    arguments = (str(reference), str(engine), "--executor=reference", f"--json={file}")
+    decode = (f"--new-tokens={NEW_TOKENS}", *compare_options)
+    code, text = _paged_trt("compare", *arguments, *decode)
     if not file.is_file():
-        return {"detail": f"compare: {_error_line(text)}"}
+        return {"result": "failed", "detail": f"compare: {_error_line(text)}"}
     report = json.loads(file.read_text())
     sequences = [each for found in report["iterations"] for each in found["sequences"]]
     worst = max(sequences, key=lambda each: (each["max_difference"] or 0) / each["limit"])
@@ -225,6 +233,11 @@ def _error_line(text: str) -> str:
     return lines[0] if lines else "no message"
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that take part."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
 def _passed(row: dict[str, Any]) -> bool:
     expected = "equal" if row["refusal"] is None else "refused"
     return row["result"] == ("not exported" if row["exporter_error"] else expected)
@@ -244,8 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verdict = "ok" if _passed(row) else "FAILED"
             print(f"{verdict:7}{case.name}: {row['result']} {row['detail']}", flush=True)  # noqa: T201
     if not options.only:
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        data = {"versions": versions, "new_tokens": NEW_TOKENS, "rows": rows}
+        data = {"versions": versions(), "new_tokens": NEW_TOKENS, "rows": rows}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         table.write(data)
     return 0 if all(map(_passed, rows)) else 1
