@@ -37,6 +37,7 @@ class BuildConfig:
         logits: which token rows get logits.
         dtype: type to convert the model to; None keeps its own.
         attention_plan: explicit plan of the attention kernels; None lets the planner decide.
+        float16_sums: let TensorRT sum float16 products in float16, which is its own choice.
     """
 
     max_batch_size: int
@@ -50,6 +51,7 @@ class BuildConfig:
     logits: LogitsMode | str = LogitsMode.LAST
     dtype: DType | str | None = None
     attention_plan: str | None = None
+    float16_sums: bool = False
 
 
 def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.lowering import lower_to_gqa, node_operators
+from paged_trt.builder.onnx.products import sum_in_float32
 from paged_trt.builder.profile import make_profiles
 from paged_trt.builder.progress import BuildProgress
 from paged_trt.plugins import cuda, trt
@@ -48,6 +49,7 @@ def build_plan(
     spec: EngineSpec,
     *,
     attention_plan: str | None = None,
+    float32_sums: bool = True,
     progress: BuildProgress | None = None,
 ) -> BuiltPlan:
     """Build the engine of a paged model.
@@ -56,6 +58,7 @@ def build_plan(
         model_path: `model.onnx` with PagedAttention nodes; its weights lie beside it.
         spec: what the model was rewritten for.
         attention_plan: text of `--attention-plan`; None leaves the choice to the planner.
+        float32_sums: sum float16 products in float32, as other runtimes do.
         progress: listener that is not active yet; None shows bars on a terminal.
 
     Raises:
@@ -82,24 +85,30 @@ def build_plan(
     session = _Session(spec)
     with (
         creator.build_context(context),
-        _parsable_model(model_path, model, operators) as path,
+        _parsable_model(model_path, model, operators, float32_sums=float32_sums) as path,
         progress or BuildProgress() as listener,
     ):
         session.parse(path, num_nodes=len(operators))
         table = session.configure(listener)
         plan = session.serialize(listener)
-    return BuiltPlan(plan=plan, build=_build_record(attention_plan), table=table)
+    return BuiltPlan(plan=plan, build=_build_record(attention_plan, float32_sums), table=table)
 
 
 @contextlib.contextmanager
 def _parsable_model(
-    model_path: Path, model: ir.Model, operators: Mapping[str, OperatorSpec]
+    model_path: Path,
+    model: ir.Model,
+    operators: Mapping[str, OperatorSpec],
+    *,
+    float32_sums: bool,
 ) -> Iterator[Path]:
-    """Path of a model that this version's parser reads; weights are never copied."""
-    if trt.route() is Route.PLUGIN:
+    """Path of a model that this version's parser reads as it should; weights are never copied."""
+    changes = sum_in_float32(model) if float32_sums else 0
+    if trt.route() is Route.GQA:
+        lower_to_gqa(model, operators)
+    elif not changes:
         yield model_path
         return
-    lower_to_gqa(model, operators)
     with tempfile.TemporaryDirectory(prefix="paged-trt-") as directory:
         for location in sorted(_external_files(model)):
             link = Path(directory, location)
@@ -212,7 +221,7 @@ def _compute_capabilities() -> tuple[str, ...]:
     return (f"{digits[:-1]}.{digits[-1]}",)
 
 
-def _build_record(attention_plan: str | None) -> BuildRecord:
+def _build_record(attention_plan: str | None, float32_sums: bool) -> BuildRecord:
     return BuildRecord(
         flavor=trt.flavor(),
         tensorrt_version=trt.version(),
@@ -221,4 +230,5 @@ def _build_record(attention_plan: str | None) -> BuildRecord:
         kernel_source_sha256=kernel_source_sha256(),
         compute_capabilities=_compute_capabilities(),
         attention_plan=attention_plan,
+        float32_sums=float32_sums,
     )

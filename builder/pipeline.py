@@ -114,7 +114,12 @@ def build_engine_directory(
     with artifact.staged_directory(request.target, force=request.force) as staging:
         spec = prepared.plan.spec
         model_path = save_model(prepared.model, staging)
-        built = build_plan(model_path, spec, attention_plan=request.config.attention_plan)
+        built = build_plan(
+            model_path,
+            spec,
+            attention_plan=request.config.attention_plan,
+            float32_sums=not request.config.float16_sums,
+        )
         (staging / PLAN_FILE).write_bytes(built.plan)
         if spec.kv_cache_dtype.is_quantised and request.config.kv_scales is not None:
             shutil.copyfile(request.config.kv_scales, staging / KV_SCALES_FILE)

@@ -78,6 +78,7 @@ class BuildRecord(_Record):
     kernel_source_sha256: Sha256
     compute_capabilities: tuple[str, ...]
     attention_plan: str | None
+    float32_sums: bool = True
 
 
 class SourceRecord(_Record):

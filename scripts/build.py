@@ -69,6 +69,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     help="Folder with tokenizer.json [default: beside MODEL].",
 )
 @click.option("--attention-plan", help="Fix the attention plan: direct or split:TOKENS.")
+@click.option(
+    "--float16-sums",
+    is_flag=True,
+    help="Let TensorRT sum float16 products in float16: less exact, and rarely faster.",
+)
 @click.option("--no-reference", is_flag=True, help="Leave model.onnx out of the engine directory.")
 @click.option("--dry-run", is_flag=True, help="Show the page plan and all bytes; build nothing.")
 @click.option(
