@@ -82,9 +82,28 @@ def gpu_matrix_table(files: list[tuple[str, Results]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rewrite_table(files: list[tuple[str, Results]]) -> str:
+    """Memory and time of rewriting a large model."""
+    lines = [
+        "| model, external data | rewritten as | largest resident set "
+        "| seconds, median (min to max) of runs | file |",
+        "|---|---|---|---|---|",
+    ]
+    for name, results in files[-1:]:
+        lines += [
+            f"| {row['model_bytes'] / 1e9:.1f} GB of float16 | {row['dtype']} "
+            f"| {row['peak_bytes'] / 1e9:.2f} GB "
+            f"| {row['seconds']:.1f} ({row['seconds_min']:.1f} to {row['seconds_max']:.1f}) "
+            f"of {row['runs']} | [`{name}`](tests/bench/results/{name}) |"
+            for row in results.rows
+        ]
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {
     "e2e": e2e_table,
     "gpu-matrix": gpu_matrix_table,
+    "rewrite": rewrite_table,
 }
 """Table of each kind."""
 
