@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from paged_trt.builder.onnx.save import INLINE_BYTES
+from paged_trt.builder.onnx.save import inline_small_tensors
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN
 from paged_trt.plugins.onnx_tensors import model_tensors
@@ -62,7 +62,7 @@ def load_model(path: Path) -> ir.Model:
         model = ir.from_proto(proto)
         _check_links(model.graph)
         ir.external_data.set_base_dir(model.graph, folder)
-        _read_small_tensors(model)
+        inline_small_tensors(model)
         InlinePass(criteria=lambda function: function.domain != OP_DOMAIN)(model)
         model.graph.sort()
         for node in model.graph.all_nodes():
@@ -74,24 +74,6 @@ def load_model(path: Path) -> ir.Model:
             path.name, f"the graph is malformed ({error})", _EXPORT_AGAIN
         ) from error
     return model
-
-
-def _read_small_tensors(model: ir.Model) -> None:
-    """Move small external tensors into the model.
-
-    Exporters put every weight into the data file. onnx's checker sees the small ones, and looks
-    for that file in the working directory.
-    """
-    values = [
-        value
-        for value in model.graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-        and value.const_value.nbytes <= INLINE_BYTES
-    ]
-    tensors = [value.const_value for value in values if value.const_value is not None]
-    loaded = ir.external_data.convert_tensors_from_external(tensors)
-    for value, tensor in zip(values, loaded, strict=True):
-        value.const_value = tensor
 
 
 def _parse(path: Path) -> onnx.ModelProto:

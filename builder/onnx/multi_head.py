@@ -77,13 +77,7 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         OnnxRewriteError: the node says something that PagedAttention cannot do.
     """
     SCHEMA.check(node)
-    query, key, value = (operand(node, index) for index in range(3))
-    if query is None or key is None or value is None:
-        raise OnnxRewriteError(
-            node_name(node),
-            "query, key and value are packed into one input",
-            "export them as three inputs",
-        )
+    query, key, value = _operands(node)
     num_heads = int(attribute(node, "num_heads", 0))
     head_dim = head_dim_of_width(node, num_heads)
     has_own_cache = operand(node, 6) is not None or operand(node, 7) is not None
@@ -116,6 +110,17 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         presents=presents,
     )
     return found, limits
+
+
+def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+    query, key, value = (operand(node, index) for index in range(3))
+    if query is None or key is None or value is None:
+        raise OnnxRewriteError(
+            node_name(node),
+            "query, key and value are packed into one input",
+            "export them as three inputs",
+        )
+    return query, key, value
 
 
 def _own_cache(node: ir.Node) -> tuple[_Sides, _Sides]:

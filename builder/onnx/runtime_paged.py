@@ -32,6 +32,7 @@ from paged_trt.builder.onnx.runtime_attention import (
     read_rope,
     read_sinks,
 )
+from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.errors import OnnxRewriteError
 
 SCHEMA: Final = NodeSchema(
@@ -106,20 +107,8 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
     rope, tables, limits = read_rope(node, SCHEMA)
     head_dim = require_static_dim(caches[0], 3, node=node)
     attention = read_attention(node, head_dim=head_dim, rope=rope, tables=tables)
-    expected = (attention.num_kv_heads, head_dim)
-    for cache in caches:
-        found = tuple(require_static_dim(cache, axis, node=node) for axis in (2, 3))
-        if found != expected:
-            raise OnnxRewriteError(
-                node_name(node),
-                f"its cache `{cache.name}` holds {found[0]} heads of {found[1]} elements and its "
-                f"attributes say {expected[0]} of {expected[1]}",
-                "export caches `[num_blocks, block_size, kv_num_heads, head_size]`",
-            )
-    metadata = named_operand(node, SCHEMA, "attention_metadata")
-    lengths = [graph_input(node, SCHEMA, name) for name in _LENGTHS]
-    has_metadata = metadata is not None and metadata.is_graph_input()
-    match_ = LayerMatch(
+    _check_caches(node, caches, attention)
+    found = LayerMatch(
         node=node,
         attention=attention,
         layout=layout,
@@ -131,7 +120,31 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         rope_tables=tables,
         sinks=read_sinks(node, SCHEMA, num_q_heads=attention.num_q_heads),
         head_norms=read_head_norms(node, SCHEMA, head_dim=head_dim),
-        step_inputs=(*lengths, *([metadata] if metadata is not None and has_metadata else [])),
+        step_inputs=_step_inputs(node),
         has_batch_axis=False,
     )
-    return match_, limits
+    return found, limits
+
+
+def _check_caches(
+    node: ir.Node, caches: tuple[ir.Value, ir.Value], attention: AttentionSpec
+) -> None:
+    expected = (attention.num_kv_heads, attention.head_dim)
+    for cache in caches:
+        found = tuple(require_static_dim(cache, axis, node=node) for axis in (2, 3))
+        if found != expected:
+            raise OnnxRewriteError(
+                node_name(node),
+                f"its cache `{cache.name}` holds {found[0]} heads of {found[1]} elements and its "
+                f"attributes say {expected[0]} of {expected[1]}",
+                "export caches `[num_blocks, block_size, kv_num_heads, head_size]`",
+            )
+
+
+def _step_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
+    """Graph inputs that go with the node; its lengths have to be some."""
+    lengths = [graph_input(node, SCHEMA, name) for name in _LENGTHS]
+    metadata = named_operand(node, SCHEMA, "attention_metadata")
+    if metadata is not None and metadata.is_graph_input():
+        lengths.append(metadata)
+    return tuple(lengths)
