@@ -32,7 +32,9 @@ moved by half its standard deviation by 22, a wrong window by hundreds.
 TENSORRT_FLOAT16_ROUNDINGS: Final = 80
 """The same where TensorRT runs a float16 model: twice the 40 that SmolLM2-135M measured on an H200.
 
-TensorRT-RTX sums float16 products in float16, onnxruntime in float32.
+That engine summed float16 products in float16, as `--float16-sums` leaves it to TensorRT. Engines
+that sum them in float32 passed under this bound too, but how far they are was not measured: their
+own bound is to come.
 """
 TENSORRT: Final = "tensorrt"
 """Name of the executor that runs plans."""
@@ -286,9 +288,9 @@ def _tabled(activation: DType, kv_cache: DType, executor: str) -> Tolerance:
             f"{kv_cache.value} KV cache; pass `--atol` or `--rtol`"
         )
     unit = _UNIT_ROUNDOFF[coarse]
-    sums_in_half = executor == TENSORRT and activation is DType.FLOAT16
-    roundings = TENSORRT_FLOAT16_ROUNDINGS if sums_in_half else LOGIT_ROUNDINGS
-    why = ", for TensorRT sums float16 products in float16" if sums_in_half else ""
+    is_measured_wide = executor == TENSORRT and activation is DType.FLOAT16
+    roundings = TENSORRT_FLOAT16_ROUNDINGS if is_measured_wide else LOGIT_ROUNDINGS
+    why = ", measured where TensorRT summed products in float16" if is_measured_wide else ""
     return Tolerance(
         atol=0.0,
         rtol=roundings * unit,
