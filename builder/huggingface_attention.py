@@ -20,8 +20,7 @@ IMPLEMENTATION: Final = "paged_trt"
 _EXAMPLE_TOKENS: Final = 5
 _IGNORED: Final = frozenset(
     {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
-    | {"output_attentions", "output_hidden_states", "logits_to_keep", "cu_seq_lens_q"}
-    | {"past_key_values", "labels", "position_bias_mask", "layer_idx", "output_router_logits"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 """Arguments that tell attention nothing: it has the positions of the step already."""
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -161,6 +160,11 @@ def _refuse_options(module: Any, name: str, options: dict[str, Any]) -> None:
 
 def _check_layer_type(module: Any, name: str, window: int | None) -> None:
     config = module.config
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedError(
+            f"{name} belongs to a model whose last {config.num_kv_shared_layers} layers read the "
+            "cache of another layer; export a model in which each layer has a cache of its own"
+        )
     types = getattr(config, "layer_types", None)
     kind = None if types is None else types[module.layer_idx]
     if kind is not None and kind not in _LAYER_TYPES:

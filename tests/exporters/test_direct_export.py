@@ -12,6 +12,7 @@ from rewrite_support import Paged, session
 
 from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.huggingface import export_huggingface
+from paged_trt.builder.huggingface_attention import _refuse_options
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
 from paged_trt.builder.onnx.save import save_model
@@ -95,6 +96,7 @@ def test_float32_is_refused(torch: Any, tmp_path: Path) -> None:
         ({"layer_types": ["chunked_attention"] * 2}, "`chunked_attention`"),
         ({"layer_types": ["sliding_attention"] * 2}, "leaves to a mask"),
         ({"sliding_window": 100}, "leaves to a mask"),
+        ({"num_kv_shared_layers": 1}, "last 1 layers read the cache"),
     ],
 )
 def test_layers_that_say_less_than_they_do(
@@ -105,6 +107,22 @@ def test_layers_that_say_less_than_they_do(
         setattr(model.config, name, value)
     with pytest.raises(UnsupportedError, match=words):
         export_huggingface(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head_mask": 1}, "`head_mask`"),
+        ({"dropout": 0.1}, "`dropout`"),
+        ({"is_causal": False}, "`is_causal`"),
+    ],
+)
+def test_what_is_said_to_attention_and_is_not_known(options: dict[str, Any], words: str) -> None:
+    class Module:
+        is_causal = True
+
+    with pytest.raises(UnsupportedError, match=f"layer 0 hands {words}"):
+        _refuse_options(Module(), "layer 0", options)
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
