@@ -28,9 +28,7 @@ def export_genai(
     Raises:
         RuntimeError: the builder failed; the message ends with its last lines.
     """
-    source = path.parent / "source"
-    model.save_pretrained(source)
-    _tokenizer().save_pretrained(source)
+    source = save_source(model, path.parent)
     command = [
         *(sys.executable, "-m", "onnxruntime_genai.models.builder"),
         *("-i", str(source), "-o", str(path.parent), "-p", precision, "-e", provider),
@@ -42,6 +40,14 @@ def export_genai(
     if done.returncode != 0 or not path.is_file():
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
+
+
+def save_source(model: Any, folder: Path) -> Path:
+    """Write the model as transformers does, with a tokenizer; returns its folder."""
+    source = folder / "source"
+    model.save_pretrained(source)
+    _tokenizer().save_pretrained(source)
+    return source
 
 
 def _tokenizer() -> Any:

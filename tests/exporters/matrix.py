@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import table
 from genai_export import export_genai
+from optimum_export import export_optimum
 from torch_export import export_torch
 from zoo import make_model
 
@@ -55,7 +56,7 @@ class Case:
 
     Attributes:
         family: key of zoo.FAMILIES.
-        tool: `torch`, `genai` or `direct`.
+        tool: `torch`, `genai`, `direct` or `optimum`.
         form: opset of a torch export, key of GENAI_FORMS, or nothing.
         dtype: type of the weights.
         refusal: words of the refusal; None where the model has to work.
@@ -95,6 +96,7 @@ CASES: Final = (
         Case(family=family, tool="torch", form="23", refusal=_SPELT_OUT)
         for family in ("llama-eager", "gemma2", "bloom")
     ),
+    Case(family="llama", tool="optimum", refusal=_SPELT_OUT),
     *(
         Case(family=family, tool="genai", form="GQA")
         for family in ("llama", "qwen2", "mistral", "gemma2", "phi3")
@@ -122,12 +124,13 @@ CASES: Final = (
 )
 
 
-def run_case(case: Case, work: Path) -> dict[str, Any]:
+def run_case(case: Case, work: Path, *, optimum: str | None = None) -> dict[str, Any]:
     """Export, explain, build, compare; what came out, as one row."""
-    row: dict[str, Any] = {**dataclasses.asdict(case), "result": "failed", "detail": ""}
+    row: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case)}
+    row |= {"result": "failed", "detail": ""}
     begin = time.perf_counter()
     try:
-        model = reference = _export(case, work)
+        model = reference = _export(case, work, optimum)
         if case.reference is not None:
             tool, form, dtype = case.reference
             reference = _export(Case(family=case.family, tool=tool, form=form, dtype=dtype), work)
@@ -195,7 +198,7 @@ def build_and_compare(
     }
 
 
-def _export(case: Case, work: Path) -> Path:
+def _export(case: Case, work: Path, optimum: str | None = None) -> Path:
     """The model file; made where it is not there from an earlier run."""
     folder = work / case.name.replace(", ", "-").replace(" ", "_")
     path = folder / "model.onnx"
@@ -207,6 +210,8 @@ def _export(case: Case, work: Path) -> Path:
         export_torch(model, path, opset=int(case.form))
     elif case.tool == "direct":
         export_huggingface(model, folder)
+    elif case.tool == "optimum":
+        export_optimum(model, path, python=str(optimum))
     else:
         provider, precision, options = GENAI_FORMS[case.form]
         export_genai(model, path, provider=provider, precision=precision, options=options)
@@ -247,20 +252,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name holds this; writes no files")
+    parser.add_argument("--only", default="", help="cases whose name holds this; others stay")
+    parser.add_argument("--optimum", metavar="PYTHON", help="interpreter that has optimum-onnx")
     options = parser.parse_args(arguments)
-    rows = []
+    before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
+    rows = {row["name"]: row for row in before}
+    passed = True
     for case in CASES:
-        if options.only in case.name:
-            rows.append(run_case(case, options.work))
-            row = rows[-1]
-            verdict = "ok" if _passed(row) else "FAILED"
-            print(f"{verdict:7}{case.name}: {row['result']} {row['detail']}", flush=True)  # noqa: T201
-    if not options.only:
-        data = {"versions": versions(), "new_tokens": NEW_TOKENS, "rows": rows}
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        table.write(data)
-    return 0 if all(map(_passed, rows)) else 1
+        if options.only not in case.name or (case.tool == "optimum" and not options.optimum):
+            continue
+        row = rows[case.name] = run_case(case, options.work, optimum=options.optimum)
+        passed &= _passed(row)
+        verdict = "ok" if _passed(row) else "FAILED"
+        print(f"{verdict:7}{case.name}: {row['result']} {row['detail']}", flush=True)  # noqa: T201
+    kept = [rows[case.name] for case in CASES if case.name in rows]
+    data = {"versions": versions(), "new_tokens": NEW_TOKENS, "rows": kept}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    table.write(data)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

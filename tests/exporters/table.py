@@ -44,6 +44,7 @@ def _exporter(tool: str, form: str) -> str:
         "torch": f"torch dynamo, opset {form}",
         "genai": f"onnxruntime-genai, {form}",
         "direct": "`export_huggingface`",
+        "optimum": "optimum-onnx 0.1, transformers 4.57",
     }[tool]
 
 
