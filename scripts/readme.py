@@ -51,7 +51,13 @@ def e2e_table(files: list[tuple[str, Results]]) -> str:
                 f"| {row['against']} | {len(row['prompts'])} x {row['new_tokens']} | {equal} "
                 f"| {', '.join(steps)} | [`{name}`](tests/bench/results/{name}) |"
             )
-    return "\n".join(lines) + "\n"
+    notes = [
+        f"- {name}: {note}"
+        for name, results in files
+        for row in results.rows
+        for note in row.get("notes", ())
+    ]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
 def gpu_matrix_table(files: list[tuple[str, Results]]) -> str:
