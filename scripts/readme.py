@@ -135,7 +135,9 @@ def render(text: str, directory: Path = RESULTS) -> str:
 
 @click.command()
 def main() -> None:
-    """Write the README's tables."""
+    """Write the README's tables; needs a checkout (`pip install -e .`)."""
+    if not README.is_file():
+        raise click.ClickException(f"there is no {README}; run this in a checkout's environment")
     README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -73,9 +73,17 @@ def read_results(path: Path) -> Results:
 
 def commit() -> str:
     """Commit of this checkout, `-dirty` behind it with changes, or `unknown` outside one."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+    # An installed package may lie in an environment inside some other repository.
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != ROOT:
+        return "unknown"
+    return _git("describe", "--always", "--abbrev=12", "--dirty") or "unknown"
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return None
     return done.stdout.strip()
