@@ -26,4 +26,9 @@ class BenchGroup(click.Group):
 
 @click.group(cls=BenchGroup)
 def command() -> None:
-    """Measure; results go to JSON files that name commit, machine and method."""
+    r"""Measure; results go to JSON files that name commit, machine and method.
+
+    \b
+    Example:
+      paged-trt bench e2e model.onnx engine --prompt "Hello" -o results.json
+    """

@@ -55,7 +55,7 @@ _ROW: Final = ("seconds_load_and_survey", "seconds_rewrite", "seconds_save")
 
 @click.command(name="rewrite")
 @click.option("--gigabytes", type=float, default=8.0, show_default=True, help="Size of the model.")
-@click.option("--runs", type=int, default=3, show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
