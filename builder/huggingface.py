@@ -23,7 +23,8 @@ from paged_trt.builder.onnx.norm_types import unify_norm_types
 from paged_trt.builder.onnx.postconditions import require_paged
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.plugins.attention import AttentionSpec
-from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, DType
+from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.reference import OPSET, paged_attention_function
@@ -79,8 +80,13 @@ def _spec(
     max_batch_size: int,
     max_kv_cache_capacity: int | None,
 ) -> EngineSpec:
-    dtype = DType(str(model.dtype).removeprefix("torch."))
-    capacity = max_kv_cache_capacity or int(model.config.max_position_embeddings)
+    name = str(model.dtype).removeprefix("torch.")
+    if name not in {dtype.value for dtype in ACTIVATION_DTYPES}:
+        raise ConfigError(f"the model has to be float16 or bfloat16, got {name}; convert it first")
+    dtype = DType(name)
+    capacity = max_kv_cache_capacity
+    if capacity is None:
+        capacity = int(model.config.max_position_embeddings)
     return EngineSpec(
         pool=KvPoolSpec.plan(
             max_batch_size=max_batch_size,

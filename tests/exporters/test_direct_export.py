@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from rewrite_support import Paged, session
 
 from paged_trt.builder.config import BuildConfig, resolve
-from paged_trt.builder.huggingface import export_huggingface
+from paged_trt.builder.huggingface import _spec, export_huggingface
 from paged_trt.builder.huggingface_attention import _refuse_options
 from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.rewrite import rewrite
@@ -123,6 +124,16 @@ def test_what_is_said_to_attention_and_is_not_known(options: dict[str, Any], wor
 
     with pytest.raises(UnsupportedError, match=f"layer 0 hands {words}"):
         _refuse_options(Module(), "layer 0", options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capacity", "words"),
+    [("float64", 128, "float16 or bfloat16, got float64"), ("float16", 0, "max_kv_cache_capacity")],
+)
+def test_limits_and_types_are_checked(dtype: str, capacity: int, words: str) -> None:
+    model = types.SimpleNamespace(dtype=f"torch.{dtype}")
+    with pytest.raises(ConfigError, match=words):
+        _spec(model, [], max_batch_size=1, max_kv_cache_capacity=capacity)
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
