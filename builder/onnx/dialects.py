@@ -22,7 +22,7 @@ DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = 
     (Dialect.MULTI_HEAD_ATTENTION, multi_head.is_match, multi_head.match),
     (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
-_NOT_YET: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
+_UNSUPPORTED: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
 _OTHER_PLUGINS: Final = {
     "AttentionPlugin": "TensorRT Edge-LLM",
     "TRT_Attention": "TensorRT",
@@ -65,7 +65,7 @@ def unsupported(node: ir.Node) -> OnnxRewriteError | None:
             "a KV cache of its own",
             "start from the model that it was exported from: " + EXPORT_COMMAND,
         )
-    if node.domain != "com.microsoft" or node.op_type not in _NOT_YET:
+    if node.domain != "com.microsoft" or node.op_type not in _UNSUPPORTED:
         return None
     return OnnxRewriteError(
         node_name(node),
