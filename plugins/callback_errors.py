@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final, ParamSpec, TypeVar
 
@@ -11,36 +13,53 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@dataclasses.dataclass(slots=True)
+class Watch:
+    """The first exception of the callbacks that a `watched` block ran; None where none raised."""
+
+    first: BaseException | None = None
+
+
 class CallbackErrors:
-    """The first exception of any callback since the last `clear`."""
+    """The first exception of any callback since the last `clear`, but for those in a `Watch`."""
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
-        self._num_watchers = 0
+        self._thread = threading.local()
 
     @property
     def is_watched(self) -> bool:
-        """Whether whoever runs the callbacks looks at `first` afterwards."""
-        return self._num_watchers > 0
+        """Whether the caller of this thread's callbacks looks at their exceptions."""
+        return self._watch is not None
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Promise, for the block, to look at `first` at its end; it starts empty."""
-        self.clear()
-        self._num_watchers += 1
+    def watched(self) -> Iterator[Watch]:
+        """Promise to look, at the end of the block, at what its callbacks raised.
+
+        Only callbacks of this thread count. Executors of several threads do not meet: an error
+        that another one cleared away would leave a step with wrong logits.
+        """
+        outer, watch = self._watch, Watch()
+        self._thread.watch = watch
         try:
-            yield
+            yield watch
         finally:
-            self._num_watchers -= 1
+            self._thread.watch = outer
 
     def keep(self, error: BaseException) -> None:
         """Store `error` unless an earlier one is there: later ones are its consequences."""
-        if self.first is None:
-            self.first = error
+        holder = self._watch or self
+        if holder.first is None:
+            holder.first = error
 
     def clear(self) -> None:
         """Forget the stored exception."""
         self.first = None
+
+    @property
+    def _watch(self) -> Watch | None:
+        watch: Watch | None = getattr(self._thread, "watch", None)
+        return watch
 
 
 CALLBACK_ERRORS: Final = CallbackErrors()

@@ -187,15 +187,21 @@ class TensorRtExecutor:
         if self._undo is None:
             return
         undo, self._undo = self._undo, None
+        is_lost = self._problem is not None
         self._problem = self._problem or "the TensorRT executor is closed"
-        with self._device.current(), undo:
+        # A lost device frees nothing, and the step that lost it has said why.
+        quiet = contextlib.suppress(ExecutionError) if is_lost else contextlib.nullcontext()
+        with quiet, self._device.current(), undo:
+            undo.callback(self._drop_engine)
+            undo.callback(self._graphs.close)
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
-            self._graphs.close()
-            # Contexts before their engine, and both before the memory that they point to.
-            self._generation.clear()
-            del self._context_profile
-            self._engine = None
+
+    def _drop_engine(self) -> None:
+        """Contexts before their engine, and both before the memory that they point to."""
+        self._generation.clear()
+        del self._context_profile
+        self._engine = None
 
     def _launch(self, inputs: StepInputs, step: StepShape) -> None:
         self._buffers.upload(inputs, self._stream)
@@ -205,10 +211,10 @@ class TensorRtExecutor:
         bound.bind(self._buffers.bindings(step))
 
         def execute() -> None:
-            with CALLBACK_ERRORS.watched():
+            with CALLBACK_ERRORS.watched() as watch:
                 is_done = bound.execute(self._stream.handle)
-            if not is_done or CALLBACK_ERRORS.first is not None:
-                raise self._error(f"TensorRT failed in a step of {step}")
+            if not is_done or watch.first is not None:
+                raise self._error(f"TensorRT failed in a step of {step}", watch.first)
 
         if is_decode and self._uses_graphs:
             self._graphs.run(bucket, bound.signature(), execute)
@@ -246,13 +252,17 @@ class TensorRtExecutor:
         return fixed
 
     def _create_context(self, profile: int) -> BoundContext:
-        CALLBACK_ERRORS.clear()
-        context = self._make_context(self._engine, profile)
+        with CALLBACK_ERRORS.watched() as watch:
+            context = self._make_context(self._engine, profile)
         if context is None:
             raise self._error(
                 f"TensorRT made no execution context, {self._device.free_bytes():,} bytes of "
-                "device memory are free"
+                "device memory are free",
+                watch.first,
             )
+        # A plugin must not raise while it is attached: the context is there all the same.
+        if watch.first is not None:
+            raise self._error("a plugin of an execution context is not ready", watch.first)
         # The first context of an engine has its first profile already.
         if context.active_optimization_profile != profile:
             if not context.set_optimization_profile_async(profile, self._stream.handle):
@@ -261,8 +271,7 @@ class TensorRtExecutor:
         context.set_device_memory(self._scratch, self._scratch_bytes)
         return BoundContext(context, self._fixed)
 
-    def _error(self, problem: str) -> ExecutionError:
-        cause = CALLBACK_ERRORS.first
+    def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
         parts = [problem, *([] if cause is None else [str(cause)])]
         tail = self._lines.tail()
         error = ExecutionError(

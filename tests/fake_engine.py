@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class FakeContext:
         self.executions = 0
         self.set_calls = 0
         self.scratch = 0
+        self.on_execute: Callable[[], None] = lambda: None
 
     def set_device_memory(self, address: int, size: int) -> None:
         assert self.engine.driver.blocks[address]
@@ -73,6 +75,7 @@ class FakeContext:
 
     def execute_async_v3(self, stream: int) -> bool:
         driver = self.engine.driver
+        self.on_execute()
         assert driver.pushed == 1
         assert self.scratch
         if self.engine.failing:

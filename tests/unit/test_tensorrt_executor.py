@@ -13,9 +13,10 @@ from fake_driver import FakeDriver
 from fake_engine import FakeEngine, read_memory
 from session.paged_toy import make_scales, make_spec, open_toy, prompt_of
 
+from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, ManifestError
+from paged_trt.plugins.errors import ExecutionError, KernelError, ManifestError
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 from paged_trt.runtime.bindings import StepBuffers
@@ -169,6 +170,29 @@ def test_a_lost_device_ends_the_executor_by_name(open_fake: Open, driver: FakeDr
     assert driver.blocks == {}
 
 
+def test_closing_on_a_lost_device_hides_no_error(open_fake: Open, driver: FakeDriver) -> None:
+    executor, engine = open_fake()
+    session = Session(executor)
+    session.generate(PROMPTS, 3)
+    freeing = ("cuGraphExecDestroy", "cuStreamDestroy", "cuMemFree", "cuMemFreeHost")
+    lost = ("cuMemcpyDtoHAsync", "cuStreamSynchronize", *freeing)
+    driver.failing = dict.fromkeys(lost, 1000)
+    with pytest.raises(ExecutionError, match="cuMemcpyDtoHAsync failed"), session:
+        session.generate(PROMPTS, 3)
+    assert driver.pushed == 0
+    assert engine not in vars(executor).values()
+
+
+def test_a_close_that_fails_still_frees_the_rest(open_fake: Open, driver: FakeDriver) -> None:
+    executor, engine = open_fake()
+    Session(executor).generate(PROMPTS, 3)
+    driver.failing = {"cuGraphExecDestroy": 1}
+    with pytest.raises(ExecutionError, match="cuGraphExecDestroy failed"):
+        executor.close()
+    assert (driver.blocks, driver.pinned, driver.streams, driver.pushed) == ({}, {}, 0, 0)
+    assert engine not in vars(executor).values()
+
+
 def test_close_frees_everything_and_twice_is_fine(open_fake: Open, driver: FakeDriver) -> None:
     executor, _ = open_fake(make_spec(kv=DType.FLOAT8))
     assert driver.blocks
@@ -196,6 +220,34 @@ def test_a_context_that_is_not_made_leaves_nothing(tmp_path: Path, driver: FakeD
     with pytest.raises(ExecutionError, match="TensorRT made no execution context"):
         TensorRtExecutor(engine, spec, Device(driver=driver))
     assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_a_plugin_that_is_not_ready_is_the_cause(tmp_path: Path, driver: FakeDriver) -> None:
+    """A plugin that is attached must not raise, so TensorRT makes the context all the same."""
+    spec = make_spec()
+    problem = KernelError("the kernel does not load")
+
+    def make_context(engine: Any, profile: int) -> Any:
+        CALLBACK_ERRORS.keep(problem)
+        return engine.create_execution_context()
+
+    engine = FakeEngine(driver, open_toy(spec, tmp_path))
+    with pytest.raises(ExecutionError, match="is not ready: the kernel does not load") as caught:
+        TensorRtExecutor(engine, spec, Device(driver=driver), make_context=make_context)
+    assert caught.value.__cause__ is problem
+    assert CALLBACK_ERRORS.first is None
+    assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_a_callback_that_fails_silently_fails_the_step(open_fake: Open) -> None:
+    """`enqueue` raises nothing where a step watches, and TensorRT then reports success."""
+    executor, engine = open_fake(uses_graphs=False)
+    problem = KernelError("no launch")
+    with Session(executor) as session:
+        engine.contexts[0].on_execute = lambda: CALLBACK_ERRORS.keep(problem)
+        with pytest.raises(ExecutionError, match=r"failed in a step .*: no launch") as caught:
+            session.generate(PROMPTS, 2)
+    assert caught.value.__cause__ is problem
 
 
 def test_each_bucket_has_a_context_that_nothing_changes(open_fake: Open) -> None:
