@@ -198,10 +198,14 @@ def file_record(path: Path) -> FileRecord:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = stream.tell()
     except OSError as error:
-        raise ManifestError(
-            f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
-        ) from error
+        raise _unreadable(path, error) from error
     return FileRecord(sha256=digest, size=size)
+
+
+def _unreadable(path: Path, error: OSError) -> ManifestError:
+    return ManifestError(
+        f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
+    )
 
 
 def _require_regular(path: Path) -> None:
@@ -217,7 +221,27 @@ def check_file(directory: Path, name: str, record: FileRecord) -> None:
         ManifestError: the file is missing, truncated or another one.
     """
     path = directory / name
-    found = file_record(path)
+    _require_record(path, record, file_record(path))
+
+
+def read_checked(directory: Path, name: str, record: FileRecord) -> bytes:
+    """Contents of one file of an engine directory: the very bytes that were hashed.
+
+    Raises:
+        ManifestError: the file is missing, truncated or another one.
+    """
+    path = directory / name
+    _require_regular(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    found = FileRecord(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    _require_record(path, record, found)
+    return data
+
+
+def _require_record(path: Path, record: FileRecord, found: FileRecord) -> None:
     for field in ("size", "sha256"):
         want, have = getattr(record, field), getattr(found, field)
         if want != have:

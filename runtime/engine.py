@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
 from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
 from paged_trt.plugins.hops import check_hops
@@ -19,6 +19,7 @@ from paged_trt.plugins.manifest import (
     MODEL_FILE,
     EngineManifest,
     check_files,
+    read_checked,
     read_manifest,
 )
 from paged_trt.runtime.executor import Executor
@@ -118,11 +119,11 @@ def _load_scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArra
             f"{folder / MANIFEST_FILE} lists no {KV_SCALES_FILE}, which a "
             f"{manifest.spec.kv_cache_dtype.value} KV cache needs; rebuild the engine"
         )
-    path = folder / KV_SCALES_FILE
+    data = read_checked(folder, KV_SCALES_FILE, manifest.files[KV_SCALES_FILE])
     try:
-        loaded: dict[str, npt.NDArray[np.float32]] = load_file(path)
+        loaded: dict[str, npt.NDArray[np.float32]] = load(data)
     except (SafetensorError, ValueError) as error:
         raise ManifestError(
-            f"{path} is no safetensors file ({error}); rebuild the engine"
+            f"{folder / KV_SCALES_FILE} is no safetensors file ({error}); rebuild the engine"
         ) from error
     return loaded

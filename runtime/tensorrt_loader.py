@@ -18,7 +18,7 @@ from paged_trt.plugins.launch.dispatch import warm_keys
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.load_check import check_engine_table, table_from_engine
-from paged_trt.plugins.manifest import PLAN_FILE, BuildRecord, EngineManifest
+from paged_trt.plugins.manifest import PLAN_FILE, BuildRecord, EngineManifest, read_checked
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.tensorrt_executor import GENERATION_PROFILE, TensorRtExecutor
@@ -80,6 +80,7 @@ def open_engine(
 
     Raises:
         UnsupportedError: the plan cannot run here.
+        ManifestError: the plan is no longer the file that was checked.
         SpecMismatchError: the plan is not what the manifest says.
         KernelError: a kernel did not compile or load.
         ExecutionError: there is too little memory, or TensorRT refused.
@@ -91,7 +92,10 @@ def open_engine(
         _check_memory(device, spec, plan_bytes=manifest.files[PLAN_FILE].size)
         warm_kernels(spec, arch)
         lines = trt.LogLines()
-        engine, keep = _deserialize(folder / PLAN_FILE, lines)
+        # Hashed again: another process may have replaced the file since it was checked.
+        plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
+        engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
+        del plan
         check_engine_table(spec, table_from_engine(engine))
     is_rtx_on_hopper = arch == _HOPPER and trt.flavor() == "tensorrt_rtx"
     return TensorRtExecutor(
@@ -175,8 +179,8 @@ def _check_memory(device: Device, spec: EngineSpec, *, plan_bytes: int) -> None:
         )
 
 
-def _deserialize(path: Path, lines: trt.LogLines) -> tuple[Any, object]:
-    """The engine, and what must outlive it."""
+def _deserialize(plan: bytes, path: Path, lines: trt.LogLines) -> tuple[Any, object]:
+    """The engine, and what must outlive it; `path` is for messages."""
     api = trt.load()
     # The plugin classes derive from TensorRT's: importing them loads TensorRT.
     from paged_trt.plugins import creator
@@ -187,7 +191,7 @@ def _deserialize(path: Path, lines: trt.LogLines) -> tuple[Any, object]:
     # A plan may carry host code; ours never does.
     runtime.engine_host_code_allowed = False
     CALLBACK_ERRORS.clear()
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    engine = runtime.deserialize_cuda_engine(plan)
     cause = CALLBACK_ERRORS.first
     if cause is not None:
         raise cause

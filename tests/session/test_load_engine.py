@@ -13,9 +13,11 @@ import numpy as np
 import onnx
 import pytest
 from engine_tables import make_table
+from fake_driver import FakeDriver
 from safetensors.numpy import save_file
 from session.paged_toy import KV_HEADS, make_paged, make_scales, make_spec, open_toy, prompt_of
 
+from paged_trt.plugins.device import Device
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import (
     ConfigError,
@@ -36,6 +38,8 @@ from paged_trt.plugins.manifest import (
     network_name,
 )
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
+from paged_trt.runtime import engine as engine_module
+from paged_trt.runtime import tensorrt_loader
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.reference_executor import ReferenceExecutor
@@ -117,6 +121,40 @@ def test_hashes_are_checked_before_anything_is_interpreted(
         load_engine(tmp_path, "reference")
     data.unlink()
     with pytest.raises(ManifestError, match=r"cannot read .*model.onnx.data"):
+        load_engine(tmp_path, "reference")
+
+
+@pytest.mark.parametrize("executor", ["auto", "tensorrt"])
+def test_the_plan_that_is_deserialized_is_the_one_that_was_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    write_engine(tmp_path, make_spec())
+    plan = tmp_path / PLAN_FILE
+
+    def check_runnable(build: BuildRecord, ordinal: int) -> str:
+        plan.write_bytes(bytes(plan.stat().st_size))  # the files were checked before
+        return "sm_90"
+
+    monkeypatch.setattr(tensorrt_loader, "check_runnable", check_runnable)
+    monkeypatch.setattr(tensorrt_loader, "kept_device", lambda _: Device(driver=FakeDriver()))
+    monkeypatch.setattr(tensorrt_loader, "warm_kernels", lambda spec, arch: None)
+    monkeypatch.setattr(tensorrt_loader, "_deserialize", lambda *_: pytest.fail("interpreted"))
+    with pytest.raises(ManifestError, match=r"model.plan: the manifest says sha256"):
+        load_engine(tmp_path, executor)
+
+
+def test_the_scales_that_are_used_are_those_that_were_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(kv=DType.FLOAT8)
+    write_engine(tmp_path, spec)
+
+    def check_hops(folder: Path, manifest: EngineManifest) -> None:
+        doubled = {name: 2 * array for name, array in make_scales(spec).items()}
+        save_file(doubled, folder / KV_SCALES_FILE)  # the files were checked before
+
+    monkeypatch.setattr(engine_module, "check_hops", check_hops)
+    with pytest.raises(ManifestError, match=r"kv_scales.safetensors: the manifest says sha256"):
         load_engine(tmp_path, "reference")
 
 
