@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -116,6 +117,7 @@ class KernelCompiler:
         self._directory = directory
         # Machine code that is going to run: nobody else may write it.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_private(directory)
         return directory
 
     def _key(self, source: str, name_expression: str, arch: str) -> str:
@@ -148,6 +150,21 @@ class KernelCompiler:
             name_expressions=[name_expression],
             include_directories=[self._kernels],
         )
+
+
+def _require_private(directory: Path) -> None:
+    """Refuse a directory in which any other user could leave machine code.
+
+    Its group is trusted: on many systems every user has a group of their own.
+
+    Raises:
+        OSError: others may write it, or it belongs to neither this user nor root.
+    """
+    if os.name != "posix":
+        return
+    status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        raise OSError(f"other users may write {directory}")
 
 
 def _write_entry(path: Path, cubin: Cubin) -> None:

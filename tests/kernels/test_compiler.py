@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,27 @@ def test_a_cache_that_cannot_be_written_is_said_once(
     (record,) = caplog.records
     assert "PAGED_TRT_CACHE_DIR" in record.getMessage()
     assert made.num_compiled == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
+@pytest.mark.parametrize("problem", ["mode", "owner"])
+def test_machine_code_that_others_may_write_is_not_run(
+    problem: str,
+    cache: Path,
+    kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compile_once(cache, kernels)
+    if problem == "mode":
+        cache.chmod(0o1777)
+    elif os.geteuid() == 0:
+        os.chown(cache, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with caplog.at_level(logging.WARNING, "paged_trt"):
+        assert compile_once(cache, kernels)
+    assert f"other users may write {cache}" in caplog.records[0].getMessage()
 
 
 def test_a_kernel_that_does_not_compile_leaves_no_entry(cache: Path, kernels: Path) -> None:
