@@ -18,7 +18,7 @@ OP_DOMAIN: Final = "paged_trt"
 OP_TYPE: Final = "PagedAttention"
 OP_VERSION: Final = "1"
 ABI_VERSION: Final = 1
-"""Version of the plugin's serialized fields and of its input order."""
+"""Version of the plugin's serialized fields, its input order and its workspace."""
 
 INT_ATTRIBUTES: Final = (
     "num_q_heads",

@@ -1,7 +1,8 @@
 """Chooses the plan of a step, and bounds the workspace of every plan that it may choose.
 
 The bound is asked for when an engine is built, perhaps on a machine without a GPU, and the plan
-when it runs: so the bound holds for every device.
+when it runs: so the bound holds for every device. A plan keeps the bound that it was built with,
+so a larger one needs a new ABI_VERSION.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.launch.kernels_decode import split_partitions, split_workspace_bytes
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
@@ -145,6 +146,20 @@ def test_measured_shapes(num_seqs: int, tokens: int, partitions: int | None) -> 
         assert isinstance(plan, SplitKv)
         found = split_partitions(plan, table_width=request.step.table_width, window=-1)
         assert found == partitions
+
+
+def test_plans_that_exist_hold_the_workspace_of_this_version() -> None:
+    """The size is written into a plan when it is built: larger needs a new ABI_VERSION."""
+    split = PolicyPlanner(explicit=SplitKv(partition_tokens=256, threshold_tokens=256))
+    found = [
+        planner.workspace_bytes(make_request(num_seqs, width, group=4))
+        for planner in (HEURISTIC, split)
+        for num_seqs, width in ((1, 8), (4, 64), (256, 1024))
+    ]
+    assert (ABI_VERSION, found) == (
+        1,
+        [132_096, 1_585_152, 1_585_152, 66_048, 2_113_536, 2_164_260_864],
+    )
 
 
 def test_the_bound_of_a_large_engine_is_small() -> None:
