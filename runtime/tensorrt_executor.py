@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -60,7 +61,8 @@ class ExecutorStats:
 class TensorRtExecutor:
     """A deserialized engine with its pools and buffers on one device.
 
-    `open_engine` of `tensorrt_loader` makes one from an engine directory.
+    `open_engine` of `tensorrt_loader` makes one from an engine directory. It serves one thread at
+    a time, and `close` is called when no step runs.
 
     Args:
         engine: TensorRT engine of `spec`, checked.
@@ -103,6 +105,7 @@ class TensorRtExecutor:
         self._make_context = make_context
         self._num_steps = 0
         self._problem: str | None = None
+        self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
             self._arena = DeviceArena(device)
             undo.callback(self._arena.close)
@@ -165,22 +168,19 @@ class TensorRtExecutor:
 
         Raises:
             ExecutionError: TensorRT or the device failed; where the device is lost, the
-                executor says so from then on. Or it is closed.
+                executor says so from then on. Or it is closed, or another thread's step runs.
         """
         if self._problem is not None:
             raise ExecutionError(f"{self._problem}; load the engine again")
-        num_seqs, width = inputs.page_table.shape
-        step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
-        with self._device.current():
-            try:
-                self._launch(inputs, step)
-                self._buffers.download(step, self._stream)
-                self._stream.synchronize()
-            except BaseException as error:
-                self._recover(error)
-                raise
-        self._num_steps += 1
-        return self._buffers.logits(step)
+        # Both would write the same page-locked blocks while copies still read them.
+        if not self._running.acquire(blocking=False):
+            raise ExecutionError(
+                "another thread runs a step of this executor; load the engine once per thread"
+            )
+        try:
+            return self._step(inputs)
+        finally:
+            self._running.release()
 
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
@@ -196,6 +196,20 @@ class TensorRtExecutor:
             undo.callback(self._graphs.close)
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
+
+    def _step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+        num_seqs, width = inputs.page_table.shape
+        step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
+        with self._device.current():
+            try:
+                self._launch(inputs, step)
+                self._buffers.download(step, self._stream)
+                self._stream.synchronize()
+            except BaseException as error:
+                self._recover(error)
+                raise
+        self._num_steps += 1
+        return self._buffers.logits(step)
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,28 @@ def test_a_plugin_that_is_not_ready_is_the_cause(tmp_path: Path, driver: FakeDri
     assert caught.value.__cause__ is problem
     assert CALLBACK_ERRORS.first is None
     assert (driver.blocks, driver.pinned, driver.streams) == ({}, {}, 0)
+
+
+def test_two_threads_never_share_the_buffers_of_a_step(open_fake: Open) -> None:
+    executor, engine = open_fake(uses_graphs=False)
+    session = Session(executor)
+    expected = session.generate([PROMPTS[0]], 3)
+    refused: list[str] = []
+
+    def second_step() -> None:
+        with pytest.raises(ExecutionError, match="another thread runs a step") as caught:
+            executor.step(None)  # type: ignore[arg-type]
+        refused.append(str(caught.value))
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=second_step)
+        thread.start()
+        thread.join()
+
+    engine.contexts[0].on_execute = meanwhile
+    assert session.generate([PROMPTS[0]], 3) == expected
+    assert len(refused) == 1
+    session.close()
 
 
 def test_a_callback_that_fails_silently_fails_the_step(open_fake: Open) -> None:
