@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paged_trt.plugins import cuda
+from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.errors import UnsupportedError
 
 MATRIX = "gpu-matrix"
@@ -43,6 +44,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if item.config.getoption("--require-gpu"):
             pytest.fail(str(error), pytrace=False)
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_error() -> None:
+    """Callbacks keep their first error for the process: no test sees that of an earlier one."""
+    CALLBACK_ERRORS.clear()
 
 
 @pytest.fixture(autouse=True)
