@@ -125,12 +125,10 @@ def compare_engine(model: Path, directory: Path, options: CompareOptions) -> Com
         raise ConfigError(f"`--seed` must be 0 or more, got {options.seed}")
     manifest = read_manifest(directory)
     scenarios = _scenarios(manifest.spec, options)
+    tolerance = tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol)
     decoder = open_decoder(model)
     executor = load_engine(directory, executor=options.executor, device=options.device)
     try:
-        tolerance = tolerance_for(
-            manifest.spec, executor=executor.name, atol=options.atol, rtol=options.rtol
-        )
         generator = PagedGenerator(executor, seed=options.seed)
         results = runners.run(decoder, generator, scenarios, tolerance=tolerance)
     finally:

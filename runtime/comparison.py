@@ -29,15 +29,6 @@ Twice what was measured: the spellings of one float16 model, dense and paged, di
 float32 upcast. A softmax scale that is 1 % off in one of two layers differs by 30, one weight
 moved by half its standard deviation by 22, a wrong window by hundreds.
 """
-TENSORRT_FLOAT16_ROUNDINGS: Final = 80
-"""The same where TensorRT runs a float16 model: twice the 40 that SmolLM2-135M measured on an H200.
-
-That engine summed float16 products in float16, as `--float16-sums` leaves it to TensorRT. Engines
-that sum them in float32 passed under this bound too, but how far they are was not measured: their
-own bound is to come.
-"""
-TENSORRT: Final = "tensorrt"
-"""Name of the executor that runs plans."""
 TIE_ROUNDINGS: Final = 4
 """Roundings of the largest logit under which two logits count as a tie."""
 _UNIT_ROUNDOFF: Final = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
@@ -160,7 +151,6 @@ class SequenceResult:
 def tolerance_for(
     spec: EngineSpec,
     *,
-    executor: str,
     atol: float | None = None,
     rtol: float | None = None,
 ) -> Tolerance:
@@ -168,7 +158,6 @@ def tolerance_for(
 
     Args:
         spec: the engine's activation and KV types choose the row of the table.
-        executor: name of the executor that runs the engine.
         atol: instead of the table's; 0 where only `rtol` is given.
         rtol: instead of the table's; 0 where only `atol` is given.
 
@@ -179,7 +168,7 @@ def tolerance_for(
     for name, value in (("atol", atol), ("rtol", rtol)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"`--{name}` must be 0 or positive, got {value}")
-    chosen = _tabled(spec.activation_dtype, spec.kv_cache_dtype, executor)
+    chosen = _tabled(spec.activation_dtype, spec.kv_cache_dtype)
     if atol is None and rtol is None:
         return chosen
     return dataclasses.replace(
@@ -271,7 +260,7 @@ def _magnitude(row: Array) -> float:
     return float(np.abs(row).max())
 
 
-def _tabled(activation: DType, kv_cache: DType, executor: str) -> Tolerance:
+def _tabled(activation: DType, kv_cache: DType) -> Tolerance:
     if kv_cache in _QUANTISED:
         error, why = _QUANTISED[kv_cache]
         return Tolerance(
@@ -288,12 +277,9 @@ def _tabled(activation: DType, kv_cache: DType, executor: str) -> Tolerance:
             f"{kv_cache.value} KV cache; pass `--atol` or `--rtol`"
         )
     unit = _UNIT_ROUNDOFF[coarse]
-    is_measured_wide = executor == TENSORRT and activation is DType.FLOAT16
-    roundings = TENSORRT_FLOAT16_ROUNDINGS if is_measured_wide else LOGIT_ROUNDINGS
-    why = ", measured where TensorRT summed products in float16" if is_measured_wide else ""
     return Tolerance(
         atol=0.0,
-        rtol=roundings * unit,
+        rtol=LOGIT_ROUNDINGS * unit,
         tie_rtol=TIE_ROUNDINGS * unit,
-        reason=f"{roundings} roundings of {coarse.value} of the largest logit{why}",
+        reason=f"{LOGIT_ROUNDINGS} roundings of {coarse.value} of the largest logit",
     )

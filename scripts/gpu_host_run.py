@@ -63,7 +63,6 @@ class Decoded:
     """One executor's run.
 
     Attributes:
-        executor: its name.
         generations: one per prompt, with logits.
         step_us: host time of each decode step.
         enqueue_us: median host time of a plugin call; None where it was not measured.
@@ -71,7 +70,6 @@ class Decoded:
         notes: what a report must say.
     """
 
-    executor: str
     generations: list[Generation]
     step_us: tuple[float, ...]
     enqueue_us: float | None
@@ -159,7 +157,7 @@ def end_to_end(
     )
     reference = decode(load_engine(folder, "reference"), prompts, options.new_tokens, warm_up=False)
     difference, excused = first_difference(
-        reference.generations, eager.generations, tolerance_for(spec, executor=eager.executor)
+        reference.generations, eager.generations, tolerance_for(spec)
     )
     same_bits = all(
         _same_bits(one, two)
@@ -217,7 +215,6 @@ def decode(
         generations = session.generate(prompts, new_tokens, keep_logits=True)
         stats = getattr(executor, "stats", None)
         return Decoded(
-            executor=executor.name,
             generations=generations,
             step_us=tuple(steps),
             enqueue_us=round(statistics.median(calls), 2) if calls else None,

@@ -66,8 +66,8 @@ def test_equal_pair_passes() -> None:
 
 def test_bound_is_four_roundings_of_the_largest_magnitude() -> None:
     assert top2_gap_bound(rows((1, 32.0))[0], TOLERANCE) == BOUND
-    float16 = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16), executor="reference")
-    bfloat16 = tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16), executor="reference")
+    float16 = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16))
+    bfloat16 = tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16))
     assert top2_gap_bound(rows((1, 32.0))[0], float16) == 4 * 2.0**-11 * MAGNITUDE
     assert top2_gap_bound(rows((1, 32.0))[0], bfloat16) == 4 * 2.0**-8 * MAGNITUDE
 
@@ -151,30 +151,27 @@ def test_missing_step_is_a_difference_that_no_gap_excuses() -> None:
 
 
 def test_quantised_pools_have_wider_tolerances_that_say_so() -> None:
-    plain = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16), executor="reference")
+    plain = tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16))
     for dtype in (DType.INT8, DType.FLOAT8):
-        wide = tolerance_for(small_spec(DType.FLOAT16, dtype), executor="reference")
+        wide = tolerance_for(small_spec(DType.FLOAT16, dtype))
         assert wide.rtol > plain.rtol
         assert f"a {dtype.value} pool cannot meet the float16 tolerance" in wide.reason
 
 
 def test_bfloat16_pool_rounds_as_bfloat16() -> None:
-    mixed = tolerance_for(small_spec(DType.FLOAT16, DType.BFLOAT16), executor="reference")
-    assert (
-        mixed.rtol
-        == tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16), executor="reference").rtol
-    )
+    mixed = tolerance_for(small_spec(DType.FLOAT16, DType.BFLOAT16))
+    assert mixed.rtol == tolerance_for(small_spec(DType.BFLOAT16, DType.BFLOAT16)).rtol
 
 
 def test_users_tolerance_replaces_the_projects_and_says_so() -> None:
     spec = small_spec(DType.FLOAT16, DType.FLOAT16)
-    given = tolerance_for(spec, executor="reference", atol=0.5)
+    given = tolerance_for(spec, atol=0.5)
     assert (given.atol, given.rtol) == (0.5, 0.0)
-    assert given.tie_rtol == tolerance_for(spec, executor="reference").tie_rtol
+    assert given.tie_rtol == tolerance_for(spec).tie_rtol
     assert "--atol" in given.reason
 
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
 def test_tolerance_that_is_no_tolerance_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="--rtol"):
-        tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16), executor="reference", rtol=value)
+        tolerance_for(small_spec(DType.FLOAT16, DType.FLOAT16), rtol=value)

@@ -117,7 +117,7 @@ def logits_of(generation: Generation) -> Any:
 
 def check_agrees(spec: EngineSpec, reference: list[Generation], found: list[Generation]) -> None:
     """The project's rule: logits within tolerance up to a token that differs by a near tie."""
-    tolerance = tolerance_for(spec, executor="tensorrt")
+    tolerance = tolerance_for(spec)
     for index, (want, have) in enumerate(zip(reference, found, strict=True)):
         for step, (row, other) in enumerate(zip(logits_of(want), logits_of(have), strict=True)):
             difference = float(np.abs(row - other).max())
