@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 import click
 from rich.console import Console
@@ -148,5 +149,18 @@ def _printable(text: str) -> str:
     )
 
 
+def end(code: int) -> NoReturn:
+    """End the process with `code`.
+
+    Where KeyboardInterrupt once passed through code that an extension module runs, as some do
+    while they are imported, Python ends `python -m` by SIGINT at exit, although it was handled.
+    """
+    if code == EXIT_INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -258,6 +258,27 @@ def test_a_build_that_is_told_to_end_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+INTERRUPTED_WHILE_IMPORTING = """
+import ctypes
+from paged_trt.scripts.cli import end
+run = ctypes.pythonapi.PyRun_String
+run.restype = ctypes.py_object
+run.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.py_object, ctypes.py_object]
+try:
+    run(b"raise KeyboardInterrupt", 257, {}, {})  # 257: Py_file_input
+except KeyboardInterrupt:
+    end(CODE)
+"""
+
+
+@pytest.mark.parametrize("code", [130, 3])
+def test_an_interrupt_inside_an_import_keeps_the_exit_code(code: int, tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(INTERRUPTED_WHILE_IMPORTING.replace("CODE", str(code)))
+    done = subprocess.run([sys.executable, "-m", "child"], cwd=tmp_path, check=False)
+    # Any other code still shows how Python ends such a process without `end`'s way out.
+    assert done.returncode == (130 if code == 130 else -signal.SIGINT)
+
+
 def test_inspect_agrees_at_every_hop(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(engine), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
