@@ -53,6 +53,10 @@ class SequenceError(PagedTrtError, ValueError):
     exit_code = 2
 
 
+class QueueFullError(SequenceError):
+    """As many sequences wait as may wait; nothing was changed, and a later try may succeed."""
+
+
 class BuildError(PagedTrtError, RuntimeError):
     """TensorRT built no engine.
 

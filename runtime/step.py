@@ -9,6 +9,7 @@ import numpy as np
 from paged_trt.plugins.errors import SequenceError
 from paged_trt.plugins.kv import (
     UNUSED_PAGE_ENTRY,
+    first_visible_page,
     pages_for_tokens,
     power_of_two_buckets,
     table_width_buckets,
@@ -31,6 +32,7 @@ class StepBuilder:
 
     def __init__(self, spec: EngineSpec, *, bucketed: bool) -> None:
         self._spec = spec
+        self._window = spec.widest_window
         rows, batch = spec.max_token_rows, spec.pool.max_batch_size
         self._row_buckets = power_of_two_buckets(batch) if bucketed else range(1, batch + 1)
         width_buckets = table_width_buckets(spec.pool)
@@ -60,7 +62,8 @@ class StepBuilder:
         self._past_lens[:num_rows] = 0
         for row, segment in enumerate(plan.segments):
             sequence, count = segment.sequence, segment.num_tokens
-            table.check_row(sequence.slot, segment.end)
+            first_page = first_visible_page(sequence.past_len, self._window)
+            table.check_row(sequence.slot, segment.end, first_page=first_page)
             self._input_ids[token : token + count] = sequence.next_ids(count)
             self._position_ids[token : token + count] = range(sequence.past_len, segment.end)
             token += count

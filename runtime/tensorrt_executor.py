@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools
+from paged_trt.runtime.pool import DeviceArena, allocate_pools, copy_pages, poison_pages
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -170,17 +170,26 @@ class TensorRtExecutor:
             ExecutionError: TensorRT or the device failed; where the device is lost, the
                 executor says so from then on. Or it is closed, or another thread's step runs.
         """
-        if self._problem is not None:
-            raise ExecutionError(f"{self._problem}; load the engine again")
-        # Both would write the same page-locked blocks while copies still read them.
-        if not self._running.acquire(blocking=False):
-            raise ExecutionError(
-                "another thread runs a step of this executor; load the engine once per thread"
-            )
-        try:
+        with self._alone():
             return self._step(inputs)
-        finally:
-            self._running.release()
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            copy_pages(self._spec, self._pools, pages, self._stream)
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            poison_pages(self._spec, self._pools, page_ids, self._stream)
 
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
@@ -197,17 +206,32 @@ class TensorRtExecutor:
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The device is current, and no other thread uses this executor."""
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        # Both would write the same page-locked blocks while copies still read them.
+        if not self._running.acquire(blocking=False):
+            raise ExecutionError(
+                "another thread runs a step of this executor; load the engine once per thread"
+            )
+        try:
+            with self._device.current():
+                yield
+        finally:
+            self._running.release()
+
     def _step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         num_seqs, width = inputs.page_table.shape
         step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
-        with self._device.current():
-            try:
-                self._launch(inputs, step)
-                self._buffers.download(step, self._stream)
-                self._stream.synchronize()
-            except BaseException as error:
-                self._recover(error)
-                raise
+        try:
+            self._launch(inputs, step)
+            self._buffers.download(step, self._stream)
+            self._stream.synchronize()
+        except BaseException as error:
+            self._recover(error)
+            raise
         self._num_steps += 1
         return self._buffers.logits(step)
 
@@ -253,8 +277,8 @@ class TensorRtExecutor:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
-        pools = allocate_pools(self._arena, self._spec, self._stream)
-        for name, address in pools.items():
+        self._pools = allocate_pools(self._arena, self._spec, self._stream)
+        for name, address in self._pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
         for name, array in scales.items():
