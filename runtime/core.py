@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,9 @@ from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
-from paged_trt.runtime.sampler import greedy, sampled_rows
 from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
-from paged_trt.runtime.step import StepBuilder
+from paged_trt.runtime.step_runner import Sampled, StepRunner
 
 _LOG = logging.getLogger("paged_trt")
 _COUNTS: Final = (
@@ -91,9 +90,12 @@ class EngineCore:
             reuses_prefixes=reuses_prefixes,
             records_freed=poisons_freed,
         )
-        self._builder = StepBuilder(
-            spec,
-            bucketed=executor.bucketed_shapes if bucketed_shapes is None else bucketed_shapes,
+        self._runner = StepRunner(
+            executor,
+            self.batch,
+            bucketed_shapes=executor.bucketed_shapes
+            if bucketed_shapes is None
+            else bucketed_shapes,
         )
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
         self._max_waiting = max_waiting
@@ -169,19 +171,7 @@ class EngineCore:
         """
         with self._lock:
             self.require_open()
-            fork = LiveSequence(
-                sequence_id=next(self._ids),
-                prompt=source.tokens[: source.prompt_len],
-                max_new_tokens=source.max_new_tokens,
-                sampling=source.sampling,
-                stop_token_ids=source.stop_token_ids,
-                prefill_chunk=source.prefill_chunk,
-                keep_logits=source.keep_logits,
-                adapter=source.adapter,
-                deliver=deliver,
-            )
-            fork.tokens[:] = source.tokens
-            fork.num_tokens = source.num_tokens
+            fork = source.copy(next(self._ids), deliver)
             self.batch.fork(source, fork)
             return fork
 
@@ -311,29 +301,19 @@ class EngineCore:
 
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
         try:
-            if freed := self.batch.registry.take_freed():
-                self.executor.poison_pages(freed)
-            if copies:
-                self.executor.copy_pages(copies)
-            inputs = self._builder.build(plan, self.batch.table)
-            logits = self.executor.step(inputs)
-            rows = sampled_rows(self.executor, plan, inputs, logits)
-            samples = [row for row, segment in enumerate(plan.segments) if segment.samples]
-            tokens = dict(zip(samples, greedy(rows[samples]), strict=True))
-            # Only now is anything of the step counted as done.
-            for segment in plan.segments:
-                self.batch.advance(segment.sequence, segment.end)
+            sampled = self._runner.run(plan, copies)
         except BaseException as error:
             self._fail_step(plan, error)
             return
         self._scheduler.note(plan)
         self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
         self._counts["mixed_steps"] += plan.is_mixed
-        for row, token in tokens.items():
-            self._take_token(plan.segments[row].sequence, token, rows[row])
+        for each in sampled:
+            self._take_token(each)
 
-    def _take_token(self, sequence: LiveSequence, token: int, logits: npt.NDArray[Any]) -> None:
-        finished = sequence.take(token)
+    def _take_token(self, sampled: Sampled) -> None:
+        sequence = sampled.sequence
+        finished = sequence.take(sampled.token)
         self._counts["new_tokens"] += 1
         if finished is not None:
             self.batch.drop(sequence)
@@ -341,8 +321,8 @@ class EngineCore:
         sequence.deliver(
             StepResult(
                 sequence_id=sequence.sequence_id,
-                token=token,
-                logits=logits.astype(np.float32) if sequence.keep_logits else None,
+                token=sampled.token,
+                logits=sampled.logits,
                 finished=finished,
                 num_cached_tokens=sequence.num_cached or 0,
             )

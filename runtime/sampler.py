@@ -1,4 +1,4 @@
-"""Choice of the next tokens, from the logits of a step."""
+"""Greedy choice of the next token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import ExecutionError
-from paged_trt.plugins.tensors import LogitsMode
-from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.scheduler import StepPlan
 
 
 def greedy(logits: npt.NDArray[Any]) -> list[int]:
@@ -32,25 +29,3 @@ def greedy(logits: npt.NDArray[Any]) -> list[int]:
             "run `paged-trt compare` to find the first wrong step"
         )
     return [int(token) for token in best]
-
-
-def sampled_rows(
-    executor: Executor, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
-    """Logits `[len(plan.segments), vocab_size]` of the last token of each segment.
-
-    Raises:
-        ExecutionError: the logits are not of the shape that the engine promises.
-    """
-    spec = executor.spec
-    is_last = spec.logits_mode is LogitsMode.LAST
-    rows = len(inputs.past_lens) if is_last else len(inputs.input_ids)
-    if logits.shape != (rows, spec.vocab_size):
-        raise ExecutionError(
-            f"the {executor.name} executor gave logits of shape "
-            f"{list(logits.shape)}, expected {[rows, spec.vocab_size]}; "
-            "rebuild the engine with `paged-trt build`"
-        )
-    if is_last:
-        return logits[: len(plan.segments)]
-    return logits[inputs.query_start_offsets[1 : len(plan.segments) + 1] - 1]

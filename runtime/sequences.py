@@ -99,6 +99,23 @@ class LiveSequence:
         self.num_cached: int | None = None
         self.forget_pages()
 
+    def copy(self, sequence_id: int, deliver: Callable[[StepResult], None]) -> LiveSequence:
+        """Another sequence of the same tokens, without a slot and pages."""
+        other = LiveSequence(
+            sequence_id=sequence_id,
+            prompt=self.tokens[: self.prompt_len],
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            prefill_chunk=self.prefill_chunk,
+            keep_logits=self.keep_logits,
+            adapter=self.adapter,
+            deliver=deliver,
+        )
+        other.tokens[:] = self.tokens
+        other.num_tokens = self.num_tokens
+        return other
+
     def forget_pages(self) -> None:
         """Begin again without a slot and with nothing in the pool; the tokens stay known."""
         self.slot = -1
