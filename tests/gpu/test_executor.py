@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
@@ -12,6 +13,7 @@ from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
 from paged_trt.plugins import cuda
 from paged_trt.plugins.device import Stream, context_id, kept_device
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
 from paged_trt.plugins.launch.dispatch import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
@@ -217,3 +219,28 @@ def test_a_failure_inside_a_capture_falls_back_and_is_counted(
         assert same_bits(expected, generate(executor, prompts()))
     finally:
         executor.close()
+
+
+def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    executor = open_plan(TOY.folder)
+    try:
+        executor.warm_up()
+        warm, free = executor.stats(), free_bytes()
+        expected = generate(executor, prompts())
+        after = executor.stats()
+        assert (after.contexts, after.graph_captures) == (warm.contexts, warm.graph_captures)
+        assert free - free_bytes() < MIB
+    finally:
+        executor.close()
+    (file,) = tmp_path.glob("*.rtx")
+    kept = file.read_bytes()
+    again = open_plan(TOY.folder)
+    try:
+        assert same_bits(expected, generate(again, prompts()))
+    finally:
+        again.close()
+    # What the second executor needed was there: it wrote nothing new.
+    assert len(file.read_bytes()) == len(kept)
