@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
@@ -75,6 +76,7 @@ class TensorRtExecutor:
         keep: what must outlive the engine, such as the runtime that made it.
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
+        keep_compiled: called after a step for which TensorRT may have compiled kernels.
         uses_graphs: replay decode steps as CUDA graphs.
 
     Raises:
@@ -96,6 +98,7 @@ class TensorRtExecutor:
         make_context: Callable[[Any, int], Any] = lambda engine, _: (
             engine.create_execution_context()
         ),
+        keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
     ) -> None:
         scales = checked_scales(spec, kv_scales or {})
@@ -103,6 +106,8 @@ class TensorRtExecutor:
         self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
         self._make_context = make_context
+        self._keep_compiled = keep_compiled
+        self._has_new_context = False
         self._num_steps = 0
         self._problem: str | None = None
         self._running = threading.Lock()
@@ -191,6 +196,22 @@ class TensorRtExecutor:
         with self._alone():
             poison_pages(self._spec, self._pools, page_ids, self._stream)
 
+    def warm_up(self) -> None:
+        """Make what steps make when they are first needed: contexts, their kernels and graphs.
+
+        One step of padding for prefill and for each (N, M) bucket of decode. A server calls it
+        before its first request: then no request waits for a compiler, and memory that runs out
+        runs out now.
+
+        Raises:
+            ExecutionError: as `step`.
+        """
+        pool = self._spec.pool
+        self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
+        for num_seqs in power_of_two_buckets(pool.max_batch_size):
+            for width in table_width_buckets(pool):
+                self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
         if self._undo is None:
@@ -232,6 +253,9 @@ class TensorRtExecutor:
         except BaseException as error:
             self._recover(error)
             raise
+        if self._has_new_context:
+            self._has_new_context = False
+            self._keep_compiled()
         self._num_steps += 1
         return self._buffers.logits(step)
 
@@ -307,6 +331,7 @@ class TensorRtExecutor:
                 raise self._error(f"TensorRT refused profile {profile}")
             self._stream.synchronize()
         context.set_device_memory(self._scratch, self._scratch_bytes)
+        self._has_new_context = True
         return BoundContext(context, self._fixed)
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
@@ -317,3 +342,14 @@ class TensorRtExecutor:
         )
         error.__cause__ = cause
         return error
+
+
+def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:
+    """A step without a token of any sequence: it writes no page and its logits mean nothing."""
+    return StepInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        position_ids=np.zeros(num_tokens, np.int64),
+        page_table=np.full((num_seqs, width), UNUSED_PAGE_ENTRY, np.int32),
+        query_start_offsets=np.zeros(num_seqs + 1, np.int32),
+        past_lens=np.zeros(num_seqs, np.int32),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from paged_trt.plugins.load_check import check_engine_table, table_from_engine
 from paged_trt.plugins.manifest import PLAN_FILE, BuildRecord, EngineManifest, read_checked
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.jit_cache import JitCache
 from paged_trt.runtime.tensorrt_executor import GENERATION_PROFILE, TensorRtExecutor
 
 _LOG: Final = logging.getLogger("paged_trt")
@@ -97,6 +99,8 @@ def open_engine(
         engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
         del plan
         check_engine_table(spec, table_from_engine(engine))
+        key = (manifest.files[PLAN_FILE].sha256, trt.flavor(), trt.version(), arch)
+        cache = JitCache(engine, key)
     is_rtx_on_hopper = arch == _HOPPER and trt.flavor() == "tensorrt_rtx"
     return TensorRtExecutor(
         engine,
@@ -106,7 +110,8 @@ def open_engine(
         notes=(HOPPER_NOTE,) if is_rtx_on_hopper else (),
         lines=lines,
         keep=keep,
-        make_context=make_context,
+        make_context=functools.partial(make_context, cache=cache),
+        keep_compiled=cache.save,
         uses_graphs=uses_graphs,
     )
 
@@ -129,7 +134,7 @@ def warm_kernels(spec: EngineSpec, arch: str) -> None:
         KERNELS.warm(warm_keys(request))
 
 
-def make_context(engine: Any, profile: int) -> Any:
+def make_context(engine: Any, profile: int, *, cache: JitCache) -> Any:
     """An execution context without memory of its own; its profile is not chosen yet.
 
     RTX compiles its kernels for each shape that it meets, by default in the background. Then a
@@ -140,6 +145,7 @@ def make_context(engine: Any, profile: int) -> Any:
     Args:
         engine: TensorRT engine.
         profile: what the context is for.
+        cache: kernels that were compiled before.
     """
     api = trt.load()
     settings = engine.create_runtime_config()
@@ -151,6 +157,7 @@ def make_context(engine: Any, profile: int) -> Any:
         settings.dynamic_shapes_kernel_specialization_strategy = (
             strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
         )
+    cache.attach(settings)
     return engine.create_execution_context(runtime_config=settings)
 
 

@@ -175,6 +175,7 @@ def end_to_end(
         "new_tokens": options.new_tokens,
         "tokens_equal": difference is None,
         "first_difference": difference,
+        **largest_difference(reference.generations, eager.generations),
         "replay_equals_eager": same_bits,
         **_spread("step_us_eager", eager.step_us),
         **_spread("step_us_graph", replayed.step_us),
@@ -284,6 +285,20 @@ def first_difference(
         if first is None or step < first["step"]:
             first = {"sequence": sequence, "step": step, "gap": gap, "bound": bound}
     return first, excused
+
+
+def largest_difference(reference: list[Generation], found: list[Generation]) -> dict[str, float]:
+    """How far logits are apart, over the steps up to a sequence's first other token.
+
+    `max_logit_difference`, and the logit of largest magnitude in that row of the reference.
+    """
+    largest = (0.0, 0.0)
+    for want, have in zip(reference, found, strict=True):
+        for step, (row, other) in enumerate(zip(_logits(want), _logits(have), strict=True)):
+            largest = max(largest, (float(np.abs(row - other).max()), float(np.abs(row).max())))
+            if want.tokens[step] != have.tokens[step]:
+                break
+    return {"max_logit_difference": largest[0], "largest_logit_of_that_row": largest[1]}
 
 
 def _same_bits(one: Generation, two: Generation) -> bool:
