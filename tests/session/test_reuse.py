@@ -268,7 +268,7 @@ def test_pages_below_every_window_are_free_and_never_missed(
         np.testing.assert_array_equal(mine.logits, theirs.logits)
     # 400 tokens take four pages, 100 take one; near the end fewer of the four are seen.
     assert max(kept_in_use) == 5
-    assert set(in_use[-20:-2]) == {pages}
+    assert max(in_use[-20:]) == pages
     executor.close()
 
 
