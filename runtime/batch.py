@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from paged_trt.plugins.attention import FULL_WINDOW
 from paged_trt.plugins.errors import PagesExhausted, SequenceError
 from paged_trt.plugins.kv import (
     UNUSED_PAGE_ENTRY,
@@ -12,13 +13,14 @@ from paged_trt.plugins.kv import (
     full_pages,
     page_positions,
     pages_for_tokens,
+    tokens_in_pages,
 )
 from paged_trt.plugins.manifest import geometry_sha256
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.page_contents import ReuseTag
 from paged_trt.runtime.page_table import PageTable
 from paged_trt.runtime.registry import PageRegistry
-from paged_trt.runtime.scheduler import StepPlan
+from paged_trt.runtime.scheduler import Segment, StepPlan
 from paged_trt.runtime.sequences import LiveSequence
 
 PageCopies = list[tuple[int, int]]
@@ -135,6 +137,8 @@ class Batch:
         target.pages = list(source.pages)
         target.past_len = target.num_cached = source.past_len
         target.content, target.num_described = source.content, source.num_described
+        # Both must look before they write: the page that is being filled is shared.
+        source.room = target.room = source.past_len
 
     def get(self, sequence_id: int) -> LiveSequence | None:
         """The running sequence with this id."""
@@ -151,8 +155,11 @@ class Batch:
             PagesExhausted: not all of them can have theirs; no page changed its owner.
         """
         copies: PageCopies = []
-        self._require_free(plan)
-        for segment in plan.segments:
+        # In most decode steps nobody comes to the end of a page.
+        needy = [segment for segment in plan.segments if segment.end > segment.sequence.room]
+        if needy:
+            self._require_free(needy)
+        for segment in needy:
             sequence = segment.sequence
             missing = pages_for_tokens(segment.end) - len(sequence.pages)
             shared_tail = self._shared_tail(sequence)
@@ -160,6 +167,7 @@ class Batch:
                 copies.append(self._replace(sequence, shared_tail))
             if missing > 0:
                 self._give(sequence, sequence.pages, missing, slot=sequence.slot)
+            sequence.room = tokens_in_pages(len(sequence.pages))
         return copies
 
     def advance(self, sequence: LiveSequence, end: int) -> None:
@@ -169,6 +177,8 @@ class Batch:
         pages that no layer sees any more are given back.
         """
         sequence.past_len = end
+        if end < sequence.review_at:
+            return
         for index in range(sequence.num_described, full_pages(end)):
             if sequence.content is not None and self._reuses_prefixes:
                 sequence.content = self.registry.describe(
@@ -178,6 +188,9 @@ class Batch:
                 )
             sequence.num_described = index + 1
         self.free_unseen(sequence)
+        sequence.review_at = end + 1
+        if self._window == FULL_WINDOW:
+            sequence.review_at = tokens_in_pages(sequence.num_described + 1)
 
     def free_unseen(self, sequence: LiveSequence) -> None:
         """Give back the pages below every layer's window."""
@@ -208,9 +221,9 @@ class Batch:
         sequence.forget_pages()
         self.registry.release(pages)
 
-    def _require_free(self, plan: StepPlan) -> None:
+    def _require_free(self, segments: Iterable[Segment]) -> None:
         wanted = 0
-        for segment in plan.segments:
+        for segment in segments:
             sequence = segment.sequence
             wanted += max(0, pages_for_tokens(segment.end) - len(sequence.pages))
             wanted += self._shared_tail(sequence) is not None

@@ -308,13 +308,13 @@ class EngineCore:
         self._scheduler.note(plan)
         self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
         self._counts["mixed_steps"] += plan.is_mixed
+        self._counts["new_tokens"] += len(sampled)
         for each in sampled:
             self._take_token(each)
 
     def _take_token(self, sampled: Sampled) -> None:
         sequence = sampled.sequence
         finished = sequence.take(sampled.token)
-        self._counts["new_tokens"] += 1
         if finished is not None:
             self.batch.drop(sequence)
             self._counts["finished"] += 1

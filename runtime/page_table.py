@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import KvPoolError
-from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec, pages_for_tokens
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec, pages_for_tokens, tokens_in_pages
 
 
 class PageTable:
@@ -126,6 +126,15 @@ class PageTable:
                     f"row {slot}, column {first_page + edge} of the page table holds id "
                     f"{entries[edge]}, outside the pool of {self._pool.num_pages} pages"
                 )
+
+    def capacity(self, slot: int) -> int:
+        """Tokens that the pages of a row hold.
+
+        Raises:
+            KvPoolError: `slot` is outside the table.
+        """
+        self._check_slot(slot)
+        return tokens_in_pages(self._lengths[slot])
 
     def gather(self, slots: Sequence[int], out: npt.NDArray[np.int32]) -> None:
         """Copy the first columns of some rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from paged_trt.plugins.errors import ConfigError, PagedTrtError
 
@@ -102,8 +102,7 @@ class GenerationRequest:
             _require_int("stop_token_ids", token, 0, 2**31 - 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One new token of a request, or its end.
 
     The last event of a request, and only that one, has a `finish_reason`. With `stop` and

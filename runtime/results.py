@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ NO_TOKEN: Final = -1
 """Token of a sequence that failed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """One new token of one sequence, or its failure.
 
     Attributes:

@@ -84,6 +84,8 @@ class Scheduler:
         self._budget = min(max_num_tokens, policy.step_tokens or max_num_tokens)
         self._mixes = policy.mixes
         self._prefilled_last = False
+        self._decoded: tuple[LiveSequence, ...] = ()
+        self._decode_plan: StepPlan | None = None
 
     def plan(self, sequences: Iterable[LiveSequence]) -> StepPlan | None:
         """The next step; None where no sequence has a slot.
@@ -94,12 +96,12 @@ class Scheduler:
         live = tuple(sequences)
         decoding = [each for each in live if each.decodes]
         if len(decoding) == len(live):
-            return _decode_step(live)
+            return self._decode_step(live)
         room = self._budget - len(decoding) if self._mixes else 0
         if room > 0:
             return self._prefill_step(live, dict.fromkeys(decoding, 1), room)
         if decoding and self._prefilled_last:
-            return _decode_step(decoding)
+            return self._decode_step(tuple(decoding))
         return self._prefill_step(live, {}, self._budget)
 
     def note(self, plan: StepPlan) -> None:
@@ -118,7 +120,10 @@ class Scheduler:
         is_mixed = any(segment.sequence.decodes for segment in segments)
         return StepPlan(segments, is_prefill=True, is_mixed=is_mixed)
 
-
-def _decode_step(sequences: Iterable[LiveSequence]) -> StepPlan | None:
-    segments = tuple(Segment(each, 1) for each in sequences)
-    return StepPlan(segments, is_prefill=False) if segments else None
+    def _decode_step(self, sequences: tuple[LiveSequence, ...]) -> StepPlan | None:
+        # One step after the other has the same sequences, and a plan of decode rows says no more.
+        if sequences != self._decoded:
+            self._decoded = sequences
+            segments = tuple(Segment(each, 1) for each in sequences)
+            self._decode_plan = StepPlan(segments, is_prefill=False) if segments else None
+        return self._decode_plan

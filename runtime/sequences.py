@@ -48,6 +48,8 @@ class LiveSequence:
         past_len: tokens in the pool.
         content: what its described pages hold; None where no more can be described.
         num_described: its first pages, whose content the registry was told of.
+        room: tokens that its pages hold without another page or a copy of one.
+        review_at: tokens in the pool at which a page is full, or seen no more.
         num_cached: prompt tokens whose keys and values were found when it was first admitted;
             None before that.
     """
@@ -65,6 +67,8 @@ class LiveSequence:
         "past_len",
         "prefill_chunk",
         "prompt_len",
+        "review_at",
+        "room",
         "sampling",
         "sequence_id",
         "slot",
@@ -122,7 +126,7 @@ class LiveSequence:
         self.pages: list[int] = []
         self.past_len = 0
         self.content: int | None = None
-        self.num_described = 0
+        self.num_described = self.room = self.review_at = 0
 
     @property
     def num_new_tokens(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,7 @@ from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The new token of one sequence.
 
     Attributes:
