@@ -21,7 +21,7 @@ from rich.text import Text
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 from paged_trt.plugins.version import version
 
-COMMANDS = ("explain", "build", "inspect", "run", "compare", "bench")
+COMMANDS = ("explain", "build", "inspect", "run", "serve", "compare", "bench")
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version(), prog_name="paged-trt")
 def cli() -> None:
-    """Paged attention inside a TensorRT engine: explain, build, inspect, run and compare.
+    """Paged attention inside a TensorRT engine: explain, build, inspect, run, serve and compare.
 
     \b
     Example:
