@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import tokenizers
 
-from paged_trt.plugins.errors import ConfigError, ManifestError
+from paged_trt.plugins.errors import ConfigError, ManifestError, SequenceError
 from paged_trt.runtime.chat_template import render
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -82,7 +82,18 @@ class Tokenizer:
             text: what to encode.
             add_special_tokens: let the tokenizer add its beginning-of-text token. False for
                 the result of `chat_prompt`, which holds them already.
+
+        Raises:
+            SequenceError: the text holds half a character of UTF-16, as bytes that are no text
+                become.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SequenceError(
+                f"the prompt holds bytes that are no UTF-8 text: {error}; encode it as UTF-8, or "
+                "pass token ids"
+            ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

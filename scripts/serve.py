@@ -17,7 +17,13 @@ _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 @click.command(name="serve")
 @click.argument("engine_dir", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="0 takes a free one.",
+)
 @click.option("--model-name", help="Name that clients give; the directory's when left out.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="File that holds the key.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the key.")

@@ -26,6 +26,7 @@ from paged_trt.scripts.server.protocol import ChatCompletionRequest, CompletionR
 from paged_trt.scripts.server.service import Service
 
 DEFAULT_MAX_BODY_BYTES: Final = 4 * 2**20
+_HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 _LOG: Final = logging.getLogger("paged_trt")
 _Items = AsyncGenerator[Started | Piece, None]
 
@@ -36,7 +37,7 @@ def make_app(
     key: str | None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     drain_seconds: float = 0.0,
-) -> FastAPI:
+) -> ASGIApp:
     """The app of one service.
 
     Args:
@@ -96,37 +97,52 @@ def make_app(
     app.add_api_route("/v1/models/{name:path}", model)
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
-    if key is not None:
-        app.add_middleware(RequireKey, key=key)
-    return app
+    return Gate(app, key=key, max_body_bytes=max_body_bytes)
 
 
-class RequireKey:
-    """Lets only requests with the key reach the app, before it reads a body; `/health` is open.
+class Gate:
+    """Lets requests with the key, and without too long a body, reach the app; `/health` is open.
+
+    It looks at the headers alone. The app itself counts the bytes of a body whose length they
+    do not tell.
 
     Args:
         app: what is guarded.
-        key: what clients send as `Authorization: Bearer KEY`.
+        key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
+        max_body_bytes: longest request body.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, *, key: str | None, max_body_bytes: int) -> None:
         self._app = app
-        self._digest = _digest(b"Bearer " + key.encode())
+        self._digest = None if key is None else _digest(b"Bearer " + key.encode())
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or pass the request on."""
+        """Refuse the request, or pass it on."""
         if scope["type"] == "http" and scope["path"] != "/health":
-            found = dict(scope["headers"]).get(b"authorization", b"")
-            # Digests have one length: the time says nothing of the key's.
-            if not hmac.compare_digest(_digest(found), self._digest):
-                error = ApiError(
-                    401, "the API key is missing or wrong; send `Authorization: Bearer KEY`",
-                    code="invalid_api_key",
-                )  # fmt: skip
-                response = JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})
-                await response(scope, receive, send)
+            error = self._error(dict(scope["headers"]))
+            if error is not None:
+                await _refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _error(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        found = _digest(headers.get(b"authorization", b""))
+        # Digests have one length: the time says nothing of the key's.
+        if self._digest is not None and not hmac.compare_digest(found, self._digest):
+            return ApiError(
+                401,
+                "the API key is missing or wrong; send `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return ApiError(
+                413,
+                f"the body has {int(length)} bytes and this server takes {self._max_body_bytes}; "
+                "shorten it, or serve with a larger `--max-body-bytes`",
+            )
+        return None
 
 
 class EventStream(StreamingResponse):
@@ -234,8 +250,11 @@ def _require_model(service: Service, name: str) -> None:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101 - it is registered for this class
-    headers = {"Retry-After": "1"} if error.status == 429 else {}
-    return JSONResponse(error.body, error.status, headers)
+    return _refusal(error)
+
+
+def _refusal(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
 
 
 async def _refuse_body(_: Request, error: Exception) -> Response:

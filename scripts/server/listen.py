@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.scripts.server.service import Service
@@ -90,7 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    app: FastAPI,
+    app: ASGIApp,
     service: Service,
     bound: socket.socket,
     *,
