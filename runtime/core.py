@@ -16,7 +16,6 @@ from paged_trt.plugins.errors import (
     ExecutionError,
     PagedTrtError,
     PagesExhausted,
-    QueueFullError,
     SequenceError,
     UnsupportedError,
 )
@@ -27,6 +26,7 @@ from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
 from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
 from paged_trt.runtime.step_runner import Sampled, StepRunner
+from paged_trt.runtime.waiting import WaitingLine
 
 _LOG = logging.getLogger("paged_trt")
 _COUNTS: Final = (
@@ -98,12 +98,8 @@ class EngineCore:
             else bucketed_shapes,
         )
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
-        self._max_waiting = max_waiting
         self._lock = threading.RLock()
-        # Submissions do not wait for a step: they are taken in at the next one.
-        self._inbox: collections.deque[LiveSequence] = collections.deque()
-        self._waiting: collections.OrderedDict[int, LiveSequence] = collections.OrderedDict()
-        self._cancelled: collections.deque[LiveSequence] = collections.deque()
+        self._waiting = WaitingLine(max_waiting)
         self._ids = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
         self._is_closed = False
@@ -144,11 +140,6 @@ class EngineCore:
             raise UnsupportedError(f"this engine runs no adapters; leave out `{adapter}`")
         if not sampling.is_greedy or sampling.num_logprobs is not None:
             raise UnsupportedError("only greedy sampling without logprobs is there yet")
-        num_waiting = len(self._inbox) + len(self._waiting)
-        if self._max_waiting is not None and num_waiting >= self._max_waiting:
-            raise QueueFullError(
-                f"{num_waiting} sequences wait and max_waiting={self._max_waiting}; try again later"
-            )
         sequence = LiveSequence(
             sequence_id=next(self._ids),
             prompt=prompt,
@@ -160,7 +151,7 @@ class EngineCore:
             adapter=adapter,
             deliver=deliver,
         )
-        self._inbox.append(sequence)
+        self._waiting.put(sequence)
         return sequence
 
     def fork(self, source: LiveSequence, *, deliver: Callable[[StepResult], None]) -> LiveSequence:
@@ -180,7 +171,7 @@ class EngineCore:
 
         Nothing is delivered. A step that runs ends first.
         """
-        self._cancelled.extend(sequences)
+        self._waiting.drop(sequences)
         with self._lock:
             self._take_orders()
 
@@ -208,7 +199,7 @@ class EngineCore:
     def stats(self) -> SessionStats:
         """Pages, sequences and counts; it does not wait for a step that runs."""
         registry, counts = self.batch.registry, self._counts
-        waiting = len(self._inbox) + len(self._waiting)
+        waiting = len(self._waiting)
         return SessionStats(
             pages_in_use=registry.num_used,
             pages_free=registry.num_free,
@@ -227,7 +218,7 @@ class EngineCore:
             self._is_closed = True
             self._take_orders()
             error = SequenceError("the engine was closed before the sequence ended")
-            for sequence in (*self.batch, *self._waiting.values()):
+            for sequence in (*self.batch, *self._waiting):
                 self._fail(sequence, error)
             self.executor.close()
 
@@ -242,19 +233,14 @@ class EngineCore:
 
     def _take_orders(self) -> None:
         """Queue what was submitted, and drop what was cancelled."""
-        while self._inbox:
-            sequence = self._inbox.popleft()
-            self._waiting[sequence.sequence_id] = sequence
-        while self._cancelled:
-            sequence = self._cancelled.popleft()
-            waited = self._waiting.pop(sequence.sequence_id, None) is not None
+        for sequence in self._waiting.take_orders():
+            waited = self._waiting.remove(sequence)
             self._counts["cancelled"] += waited or sequence.slot >= 0
             self.batch.drop(sequence)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting sequences, the first one first: none is overtaken."""
-        while self._waiting and self.batch.has_free_slot:
-            sequence = next(iter(self._waiting.values()))
+        while self.batch.has_free_slot and (sequence := self._waiting.first) is not None:
             is_new = sequence.num_cached is None
             try:
                 self.batch.admit(sequence)
@@ -266,7 +252,7 @@ class EngineCore:
             except Exception as error:
                 self._fail(sequence, _named(error))
                 continue
-            del self._waiting[sequence.sequence_id]
+            self._waiting.remove(sequence)
             if is_new:
                 self._counts["prompt_tokens"] += sequence.prompt_len
                 self._counts["cached_tokens"] += sequence.num_cached or 0
@@ -295,8 +281,7 @@ class EngineCore:
             extra={"event": "preempted", "sequence_id": youngest.sequence_id},
         )
         self.batch.drop(youngest)
-        self._waiting[youngest.sequence_id] = youngest
-        self._waiting.move_to_end(youngest.sequence_id, last=False)
+        self._waiting.put_first(youngest)
         self._counts["preemptions"] += 1
 
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
@@ -348,7 +333,7 @@ class EngineCore:
             raise error
 
     def _fail(self, sequence: LiveSequence, error: PagedTrtError) -> None:
-        self._waiting.pop(sequence.sequence_id, None)
+        self._waiting.remove(sequence)
         self.batch.drop(sequence)
         self._counts["failed"] += 1
         sequence.deliver(
