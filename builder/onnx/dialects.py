@@ -12,6 +12,7 @@ from paged_trt.builder.onnx import attention, group_query, multi_head, paged, ru
 from paged_trt.builder.onnx.facts import Dialect, LayerMatch, PositionLimit
 from paged_trt.builder.onnx.graph import EXPORT_COMMAND, node_name
 from paged_trt.builder.onnx.probe import Probe
+from paged_trt.builder.onnx.weights import require_readable_weights
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 
 Match = Callable[[ir.Node, Probe], tuple[LayerMatch, tuple[PositionLimit, ...]]]
@@ -28,8 +29,6 @@ _OTHER_PLUGINS: Final = {
     "TRT_Attention": "TensorRT",
     "TRT_KVCacheUpdate": "TensorRT",
 }
-_RUNTIME_ONLY: Final = frozenset({"MatMulNBits", "QMoE", "GatherBlockQuantized"})
-"""Operators of quantised weights that TensorRT's parsers leave to a plugin of onnxruntime."""
 
 
 def match_layer(
@@ -89,13 +88,7 @@ def attention_nodes(model: ir.Model) -> tuple[Dialect, list[ir.Node], Match]:
     for node in model.graph:
         if (error := unsupported(node)) is not None:
             raise error
-        if node.domain == "com.microsoft" and node.op_type in _RUNTIME_ONLY:
-            raise OnnxRewriteError(
-                node_name(node),
-                f"com.microsoft::{node.op_type} has no counterpart in TensorRT",
-                "export weights as DequantizeLinear nodes: with onnxruntime-genai that is "
-                "`--extra_options use_qdq=true`",
-            )
+    require_readable_weights(model.graph)
     if not found:
         raise OnnxRewriteError(
             model.graph.name or "model", _why_no_attention(model), EXPORT_COMMAND
