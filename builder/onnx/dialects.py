@@ -24,10 +24,16 @@ DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = 
     (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
 _UNSUPPORTED: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
+_EDGE_LLM: Final = (
+    "an operator of TensorRT Edge-LLM, whose file is not a whole model: its runtime looks up the "
+    "token embeddings (input `inputs_embeds`) and computes the rope tables (input "
+    "`rope_rotary_cos_sin`) outside of it"
+)
+_TENSORRT: Final = "an operator of TensorRT, with a KV cache of its own"
 _OTHER_PLUGINS: Final = {
-    "AttentionPlugin": "TensorRT Edge-LLM",
-    "TRT_Attention": "TensorRT",
-    "TRT_KVCacheUpdate": "TensorRT",
+    "AttentionPlugin": _EDGE_LLM,
+    "TRT_Attention": _TENSORRT,
+    "TRT_KVCacheUpdate": _TENSORRT,
 }
 
 
@@ -60,8 +66,7 @@ def unsupported(node: ir.Node) -> OnnxRewriteError | None:
     if node.op_type in _OTHER_PLUGINS:
         return OnnxRewriteError(
             node_name(node),
-            f"{node.domain}::{node.op_type} is an operator of {_OTHER_PLUGINS[node.op_type]}, with "
-            "a KV cache of its own",
+            f"{node.domain}::{node.op_type} is {_OTHER_PLUGINS[node.op_type]}",
             "start from the model that it was exported from: " + EXPORT_COMMAND,
         )
     if node.domain != "com.microsoft" or node.op_type not in _UNSUPPORTED:

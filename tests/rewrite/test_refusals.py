@@ -338,13 +338,20 @@ def test_not_yet(load: Load, op_type: str) -> None:
     assert "is not supported" in message
 
 
-@pytest.mark.parametrize("op_type", ["AttentionPlugin", "TRT_Attention"])
-def test_attention_of_another_plugin(load: Load, op_type: str) -> None:
+@pytest.mark.parametrize(
+    ("op_type", "reason"),
+    [
+        ("AttentionPlugin", "Edge-LLM, whose file is not a whole model: its runtime looks up"),
+        ("TRT_Attention", ", with a KV cache of its own"),
+    ],
+)
+def test_attention_of_another_plugin(load: Load, op_type: str, reason: str) -> None:
     model = load("gqa")
     for node in variants.attention_nodes(model):
         node.domain, node.op_type = "trt_edgellm", op_type
     message = refused(model)
     assert f"trt_edgellm::{op_type} is an operator of TensorRT" in message
+    assert reason in message
     assert "export_huggingface" in message
 
 
