@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.sampler import greedy
+from paged_trt.runtime.sampler import checked_tokens, greedy
 from paged_trt.runtime.scheduler import StepPlan
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
@@ -28,7 +29,7 @@ class Sampled(NamedTuple):
 
     sequence: LiveSequence
     token: int
-    logits: npt.NDArray[np.float32] | None
+    logits: npt.NDArray[np.float32] | None = None
 
 
 class StepRunner:
@@ -41,7 +42,7 @@ class StepRunner:
     """
 
     def __init__(self, executor: Executor, batch: Batch, *, bucketed_shapes: bool) -> None:
-        self._executor = executor
+        self._executor, self._spec = executor, executor.spec
         self._batch = batch
         self._builder = StepBuilder(executor.spec, bucketed=bucketed_shapes)
 
@@ -63,23 +64,25 @@ class StepRunner:
         if copies:
             self._executor.copy_pages(copies)
         inputs = self._builder.build(plan, self._batch.table)
-        logits = self._last_rows(plan, inputs, self._executor.step(inputs))
         rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
         sequences = [plan.segments[row].sequence for row in rows]
-        chosen = logits if len(rows) == len(logits) else logits[rows]
-        tokens = greedy(chosen)
+        if self._spec.greedy_in_engine and not any(map(_needs_logits, sequences)):
+            # The logits stay where they are.
+            chosen = self._executor.step_tokens(inputs)[rows]
+            tokens = checked_tokens(chosen, self._spec.vocab_size)
+            sampled = [Sampled(*pair) for pair in zip(sequences, tokens, strict=True)]
+        else:
+            logits = self._last_rows(plan, inputs, self._executor.step(inputs))
+            sampled = _sample(sequences, logits if len(rows) == len(logits) else logits[rows])
         for segment in plan.segments:
             self._batch.advance(segment.sequence, segment.end)
-        return [
-            Sampled(each, token, row.astype(np.float32) if each.keep_logits else None)
-            for each, token, row in zip(sequences, tokens, chosen, strict=True)
-        ]
+        return sampled
 
     def _last_rows(
         self, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
     ) -> npt.NDArray[Any]:
         """Logits `[len(plan.segments), vocab_size]` of the last token of each segment."""
-        spec = self._executor.spec
+        spec = self._spec
         is_last = spec.logits_mode is LogitsMode.LAST
         rows = len(inputs.past_lens) if is_last else len(inputs.input_ids)
         if logits.shape != (rows, spec.vocab_size):
@@ -91,3 +94,15 @@ class StepRunner:
         if is_last:
             return logits[: len(plan.segments)]
         return logits[inputs.query_start_offsets[1 : len(plan.segments) + 1] - 1]
+
+
+def _needs_logits(sequence: LiveSequence) -> bool:
+    return sequence.keep_logits
+
+
+def _sample(sequences: Sequence[LiveSequence], logits: npt.NDArray[Any]) -> list[Sampled]:
+    """Choose a token for each row, `[len(sequences), vocab_size]`."""
+    return [
+        Sampled(each, token, row.astype(np.float32) if each.keep_logits else None)
+        for each, token, row in zip(sequences, greedy(logits), logits, strict=True)
+    ]

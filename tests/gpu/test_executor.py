@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
+from gpu.engines import NEW_TOKENS, ToyEngine, check_agrees, generate, prompts, same_bits
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.device import context_id, kept_device
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.dispatch import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
@@ -130,3 +131,16 @@ def test_a_failed_step_is_named_and_the_executor_goes_on(monkeypatch: pytest.Mon
         assert same_bits(expected, generate(executor, prompts()))
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("activation", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
+def test_a_greedy_engine_chooses_what_the_runtime_chooses(activation: DType) -> None:
+    executor = open_plan(ToyEngine(activation=activation, greedy=True).folder)
+    try:
+        with_logits = generate(executor, prompts())
+        # Without `keep_logits` only the ids come back.
+        found = Session(executor).generate(prompts(), NEW_TOKENS)
+        assert executor.stats().graph_fallbacks == 0
+    finally:
+        executor.close()
+    assert [each.tokens for each in found] == [each.tokens for each in with_logits]
