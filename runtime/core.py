@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import logging
 import threading
@@ -16,17 +17,19 @@ from paged_trt.plugins.errors import (
     ExecutionError,
     PagedTrtError,
     PagesExhausted,
-    QueueFullError,
     SequenceError,
     UnsupportedError,
 )
+from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
+from paged_trt.runtime.sampler import with_seed
 from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
 from paged_trt.runtime.step_runner import Sampled, StepRunner
+from paged_trt.runtime.waiting import WaitingLine
 
 _LOG = logging.getLogger("paged_trt")
 _COUNTS: Final = (
@@ -98,12 +101,8 @@ class EngineCore:
             else bucketed_shapes,
         )
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
-        self._max_waiting = max_waiting
         self._lock = threading.RLock()
-        # Submissions do not wait for a step: they are taken in at the next one.
-        self._inbox: collections.deque[LiveSequence] = collections.deque()
-        self._waiting: collections.OrderedDict[int, LiveSequence] = collections.OrderedDict()
-        self._cancelled: collections.deque[LiveSequence] = collections.deque()
+        self._waiting = WaitingLine(max_waiting)
         self._ids = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
         self._is_closed = False
@@ -135,36 +134,46 @@ class EngineCore:
         Raises:
             SequenceError: the core is closed, or `prefill_chunk` is not positive.
             QueueFullError: as many sequences wait as may wait.
-            UnsupportedError: an adapter is asked for, or a way of sampling that is not there.
+            UnsupportedError: an adapter is asked for, or the vocabulary is too large to draw.
         """
         self.require_open()
         if prefill_chunk is not None and prefill_chunk < 1:
             raise SequenceError(f"`prefill_chunk` must be 1 token or more, got {prefill_chunk}")
         if adapter is not None:
             raise UnsupportedError(f"this engine runs no adapters; leave out `{adapter}`")
-        if not sampling.is_greedy or sampling.num_logprobs is not None:
-            raise UnsupportedError("only greedy sampling without logprobs is there yet")
-        num_waiting = len(self._inbox) + len(self._waiting)
-        if self._max_waiting is not None and num_waiting >= self._max_waiting:
-            raise QueueFullError(
-                f"{num_waiting} sequences wait and max_waiting={self._max_waiting}; try again later"
+        if not sampling.is_plain and self.spec.vocab_size > MAX_SAMPLED_VOCAB:
+            raise UnsupportedError(
+                f"the sampler takes {MAX_SAMPLED_VOCAB} tokens and the vocabulary has "
+                f"{self.spec.vocab_size}; choose greedily, without logprobs"
             )
         sequence = LiveSequence(
             sequence_id=next(self._ids),
             prompt=prompt,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=sampling if sampling.is_greedy else with_seed(sampling),
             stop_token_ids=stop_token_ids,
             prefill_chunk=prefill_chunk,
             keep_logits=keep_logits,
             adapter=adapter,
             deliver=deliver,
         )
-        self._inbox.append(sequence)
+        self._waiting.put(sequence)
         return sequence
 
-    def fork(self, source: LiveSequence, *, deliver: Callable[[StepResult], None]) -> LiveSequence:
+    def fork(
+        self,
+        source: LiveSequence,
+        *,
+        sampling: SamplingSpec | None = None,
+        deliver: Callable[[StepResult], None],
+    ) -> LiveSequence:
         """A second sequence that goes on from where a running one is, on the same pages.
+
+        Args:
+            source: the running one.
+            sampling: how the new one chooses its tokens; as `source`, with another seed, when
+                left out.
+            deliver: as of `submit`.
 
         Raises:
             SequenceError: every slot is taken, or `source` waits, prefills or has ended.
@@ -172,6 +181,9 @@ class EngineCore:
         with self._lock:
             self.require_open()
             fork = source.copy(next(self._ids), deliver)
+            fork.sampling = sampling or dataclasses.replace(source.sampling, seed=None)
+            if not fork.sampling.is_greedy:
+                fork.sampling = with_seed(fork.sampling)
             self.batch.fork(source, fork)
             return fork
 
@@ -180,7 +192,7 @@ class EngineCore:
 
         Nothing is delivered. A step that runs ends first.
         """
-        self._cancelled.extend(sequences)
+        self._waiting.drop(sequences)
         with self._lock:
             self._take_orders()
 
@@ -208,7 +220,7 @@ class EngineCore:
     def stats(self) -> SessionStats:
         """Pages, sequences and counts; it does not wait for a step that runs."""
         registry, counts = self.batch.registry, self._counts
-        waiting = len(self._inbox) + len(self._waiting)
+        waiting = len(self._waiting)
         return SessionStats(
             pages_in_use=registry.num_used,
             pages_free=registry.num_free,
@@ -227,7 +239,7 @@ class EngineCore:
             self._is_closed = True
             self._take_orders()
             error = SequenceError("the engine was closed before the sequence ended")
-            for sequence in (*self.batch, *self._waiting.values()):
+            for sequence in (*self.batch, *self._waiting):
                 self._fail(sequence, error)
             self.executor.close()
 
@@ -242,19 +254,14 @@ class EngineCore:
 
     def _take_orders(self) -> None:
         """Queue what was submitted, and drop what was cancelled."""
-        while self._inbox:
-            sequence = self._inbox.popleft()
-            self._waiting[sequence.sequence_id] = sequence
-        while self._cancelled:
-            sequence = self._cancelled.popleft()
-            waited = self._waiting.pop(sequence.sequence_id, None) is not None
+        for sequence in self._waiting.take_orders():
+            waited = self._waiting.remove(sequence)
             self._counts["cancelled"] += waited or sequence.slot >= 0
             self.batch.drop(sequence)
 
     def _admit(self) -> None:
         """Give slots and pages to waiting sequences, the first one first: none is overtaken."""
-        while self._waiting and self.batch.has_free_slot:
-            sequence = next(iter(self._waiting.values()))
+        while self.batch.has_free_slot and (sequence := self._waiting.first) is not None:
             is_new = sequence.num_cached is None
             try:
                 self.batch.admit(sequence)
@@ -266,7 +273,7 @@ class EngineCore:
             except Exception as error:
                 self._fail(sequence, _named(error))
                 continue
-            del self._waiting[sequence.sequence_id]
+            self._waiting.remove(sequence)
             if is_new:
                 self._counts["prompt_tokens"] += sequence.prompt_len
                 self._counts["cached_tokens"] += sequence.num_cached or 0
@@ -295,8 +302,7 @@ class EngineCore:
             extra={"event": "preempted", "sequence_id": youngest.sequence_id},
         )
         self.batch.drop(youngest)
-        self._waiting[youngest.sequence_id] = youngest
-        self._waiting.move_to_end(youngest.sequence_id, last=False)
+        self._waiting.put_first(youngest)
         self._counts["preemptions"] += 1
 
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
@@ -323,6 +329,8 @@ class EngineCore:
                 sequence_id=sequence.sequence_id,
                 token=sampled.token,
                 logits=sampled.logits,
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
                 finished=finished,
                 num_cached_tokens=sequence.num_cached or 0,
             )
@@ -348,7 +356,7 @@ class EngineCore:
             raise error
 
     def _fail(self, sequence: LiveSequence, error: PagedTrtError) -> None:
-        self._waiting.pop(sequence.sequence_id, None)
+        self._waiting.remove(sequence)
         self.batch.drop(sequence)
         self._counts["failed"] += 1
         sequence.deliver(

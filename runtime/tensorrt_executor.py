@@ -19,7 +19,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.pool import DeviceArena, allocate_pools, copy_pages, poison_pages
@@ -35,7 +35,7 @@ class ExecutorStats:
     """Counts since the executor was made.
 
     Attributes:
-        steps: steps that gave logits.
+        steps: steps that gave logits or next tokens.
         graph_captures: CUDA graphs captured.
         graph_replays: decode steps that a graph ran.
         graph_fallbacks: decode steps that a graph should have run and did not.
@@ -176,7 +176,21 @@ class TensorRtExecutor:
                 executor says so from then on. Or it is closed, or another thread's step runs.
         """
         with self._alone():
-            return self._step(inputs)
+            return self._buffers.logits(self._step(inputs, self._buffers.download))
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine; the logits stay on the device.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: as `step`.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        require_next_tokens(self._spec)
+        with self._alone():
+            return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.
@@ -243,12 +257,12 @@ class TensorRtExecutor:
         finally:
             self._running.release()
 
-    def _step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+    def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
         num_seqs, width = inputs.page_table.shape
         step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
         try:
             self._launch(inputs, step)
-            self._buffers.download(step, self._stream)
+            download(step, self._stream)
             self._stream.synchronize()
         except BaseException as error:
             self._recover(error)
@@ -257,7 +271,7 @@ class TensorRtExecutor:
             self._has_new_context = False
             self._keep_compiled()
         self._num_steps += 1
-        return self._buffers.logits(step)
+        return step
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""

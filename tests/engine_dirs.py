@@ -57,6 +57,7 @@ def write_engine_dir(
     logits_mode: LogitsMode = LogitsMode.LAST,
     kv_scale: float = 1.0,
     chat_template: str | None = None,
+    greedy_in_engine: bool = False,
 ) -> Path:
     """Rewrite a dense model into an engine directory whose plan is none.
 
@@ -71,6 +72,7 @@ def write_engine_dir(
         logits_mode: as in `EngineSpec`.
         kv_scale: every scale of quantised pools.
         chat_template: with it the directory has this template and the source's tokenizer.
+        greedy_in_engine: as in `EngineSpec`.
 
     Returns:
         `target`.
@@ -91,6 +93,7 @@ def write_engine_dir(
         max_input_len=max_input_len,
         max_num_tokens=max_num_tokens,
         reads_position_ids=facts.reads_position_ids,
+        greedy_in_engine=greedy_in_engine,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
     write_plan(target, spec)

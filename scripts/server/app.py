@@ -15,7 +15,6 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -75,10 +74,11 @@ def make_app(
         return Response(status_code=200 if service.is_healthy else 503)
 
     async def metrics() -> Response:
-        content = service.metrics()
-        if content is None:
+        found = service.metrics()
+        if found is None:
             raise ApiError(404, "the engines run elsewhere, and so do their metrics")
-        return Response(content, media_type=CONTENT_TYPE_LATEST)
+        content, kind = found
+        return Response(content, media_type=kind)
 
     app = FastAPI(
         openapi_url=None,

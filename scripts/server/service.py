@@ -7,8 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from paged_trt.plugins.errors import ConfigError, SequenceError
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.core import EngineCore
@@ -55,8 +53,8 @@ class Service(Protocol):
         """
         ...
 
-    def metrics(self) -> bytes | None:
-        """Metrics in Prometheus' text format; None where they are elsewhere."""
+    def metrics(self) -> tuple[bytes, str] | None:
+        """Metrics in Prometheus' text format, and its content type; None where they are not."""
         ...
 
     async def aclose(self, *, seconds: float) -> None:
@@ -97,13 +95,11 @@ class LocalService:
         self._template = (
             None if template is None else TemplateProcess(template, seconds=template_seconds)
         )
-        self.registry = CollectorRegistry()
-        metrics = Metrics(self.registry)
         self._core = EngineCore(executor, max_waiting=max_waiting)
+        self._metrics = Metrics(self._core)
         self.session = AsyncSession(
-            self._core, eos_token_ids=tokenizer.eos_token_ids, observer=metrics
+            self._core, eos_token_ids=tokenizer.eos_token_ids, observer=self._metrics
         )
-        metrics.watch(self.session.stats)
         self._failures = 0
         self._closing: asyncio.Task[None] | None = None
 
@@ -117,9 +113,9 @@ class LocalService:
         """Whether requests are taken, and the last ones did not all fail in the engine."""
         return self._closing is None and self._failures < FAILURES_OF_A_SICK_ENGINE
 
-    def metrics(self) -> bytes:
-        """Metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def metrics(self) -> tuple[bytes, str]:
+        """Metrics in Prometheus' text format, and its content type."""
+        return self._metrics.text()
 
     async def answer(self, request: AnyRequest) -> AsyncGenerator[Started | Piece, None]:
         """`Started` once the engine took the request, then pieces up to the finish reason.

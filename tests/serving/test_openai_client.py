@@ -147,7 +147,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 
 
 def test_many_clients_get_what_each_gets_alone(server: ToyServer, engine_dir: Path) -> None:
-    prompts = [f"{'shared ' * 20}prompt {index}" for index in range(24)]
+    prompts = [f"{'shared ' * 20}prompt {index}" for index in range(12)]
 
     def ask(index: int) -> str:
         options: Any = {"model": MODEL, "prompt": prompts[index], "temperature": 0}
@@ -157,7 +157,7 @@ def test_many_clients_get_what_each_gets_alone(server: ToyServer, engine_dir: Pa
             stream = client.completions.create(**options, stream=True)
             return "".join(chunk.choices[0].text for chunk in stream)
 
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(ask, range(len(prompts))))
     assert texts == greedy_texts(engine_dir, prompts, 16)
 
@@ -269,3 +269,69 @@ def test_what_cannot_change_an_answer_is_ignored(client: openai.OpenAI) -> None:
     )  # fmt: skip
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
+
+
+def test_a_seed_makes_the_same_text_and_others_make_others(client: openai.OpenAI) -> None:
+    def text(seed: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=20, temperature=1.5, top_p=0.99, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(4)}) > 1
+
+
+def test_what_is_not_named_is_drawn_anew(client: openai.OpenAI) -> None:
+    texts = {
+        client.completions.create(model=MODEL, prompt=PROMPT, temperature=2).choices[0].text
+        for _ in range(4)
+    }
+    assert len(texts) > 1
+
+
+def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.token_logprobs is not None
+    assert found.top_logprobs is not None
+    assert found.text_offset is not None
+    assert answer.usage is not None
+    assert len(found.tokens) == len(found.token_logprobs) == answer.usage.completion_tokens
+    for token, value, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert value <= 0
+        assert top[token] == max(top.values())
+        assert value == pytest.approx(top[token])
+    assert found.text_offset == sorted(found.text_offset)
+    assert found.text_offset[0] == 0
+
+
+def test_logprobs_of_a_conversation_come_with_its_chunks(client: openai.OpenAI) -> None:
+    options: Any = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert len(whole.content) == 12
+    assert all(len(each.top_logprobs) == 2 for each in whole.content)
+    assert all(each.top_logprobs[0].token == each.token for each in whole.content)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    streamed = [
+        token
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for token in chunk.choices[0].logprobs.content or []
+    ]
+    assert [each.token for each in streamed] == [each.token for each in whole.content]

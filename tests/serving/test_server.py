@@ -253,11 +253,11 @@ def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(
     serve: Callable[..., ToyServer],
 ) -> None:
     with serve() as server, server.client() as client:
-        stream = client.completions.create(**ASK, stream=True)
-        next(iter(stream))
-        executor_of(server).failure = ExecutionError("the device is gone")
+        executor_of(server).failing_step = 6
+        stream = iter(client.completions.create(**ASK, stream=True))
+        assert [next(stream).choices[0].text for _ in range(6)] == list(TEXT[:6])
         with pytest.raises(openai.APIError, match="the device is gone"):
-            list(stream)
+            next(stream)
         wait_until(lambda: pages_are_free(server.service))
 
 

@@ -18,6 +18,7 @@ from engine_dirs import write_engine_dir
 from session.history_executor import HistoryExecutor
 from session.paged_toy import make_spec
 
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.example_models.config import Dialect
@@ -45,7 +46,8 @@ def write_toy_engine(folder: Path, **limits: Any) -> Path:
 class Reciter(HistoryExecutor):
     """Answers every prompt that ends with `|` with one text, and then the end token.
 
-    A step waits while `may_step` is clear. Tokens are bytes.
+    A step waits while `may_step` is clear, and from step `failing_step` on every one fails.
+    Tokens are bytes.
     """
 
     name = "reciter"
@@ -56,9 +58,12 @@ class Reciter(HistoryExecutor):
         self._tokens = [*text.encode(), TOY.eos_token_id]
         self.may_step = threading.Event()
         self.may_step.set()
+        self.failing_step: int | None = None
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         self.may_step.wait(30)
+        if self.failing_step is not None and len(self.shapes) >= self.failing_step:
+            self.failure = ExecutionError("the device is gone")
         logits = super().step(inputs)
         logits[:] = 0
         for row in range(len(inputs.past_lens)):

@@ -36,6 +36,7 @@ def make_spec(
     retained_pages: int = 2,
     max_num_tokens: int = 320,
     windows: tuple[int, ...] = (FULL_WINDOW,) * LAYERS,
+    greedy_in_engine: bool = False,
 ) -> EngineSpec:
     attention = AttentionSpec(
         num_q_heads=HEADS,
@@ -61,6 +62,7 @@ def make_spec(
         max_input_len=min(capacity, 320),
         max_num_tokens=max_num_tokens,
         reads_position_ids=False,
+        greedy_in_engine=greedy_in_engine,
     )
 
 
@@ -138,6 +140,8 @@ def make_paged(spec: EngineSpec) -> onnx.ModelProto:
     else:
         graph.op("MatMul", [hidden, "head"], "rows")
         graph.op("Unsqueeze", ["rows", "first"], "logits")
+    if spec.greedy_in_engine:
+        graph.op("ArgMax", ["logits"], "next_tokens", axis=-1, keepdims=0)
     values = [
         helper.make_tensor_value_info(each.name, each.dtype.onnx, list(each.dims))
         for each in spec.tensors()
