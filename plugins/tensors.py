@@ -30,6 +30,8 @@ QUERY_START_OFFSETS: Final = "query_start_offsets"
 PAST_LENS: Final = "past_lens"
 LOGITS: Final = "logits"
 NEXT_TOKENS: Final = "next_tokens"
+NO_NEXT_TOKEN: Final = -1
+"""Entry of `next_tokens` whose row of logits holds NaN."""
 
 Dim = int | str
 
@@ -103,6 +105,8 @@ class EngineSpec:
         max_input_len: longest prompt, tokens.
         max_num_tokens: most token rows of one step; longer prompts are prefilled in chunks.
         reads_position_ids: whether the model has a `position_ids` input.
+        greedy_in_engine: whether the engine chooses the next tokens too, as `next_tokens`
+            `[num_seqs]` int64 beside the logits of last tokens.
 
     Raises:
         ConfigError: a value is invalid or two do not fit together.
@@ -118,6 +122,7 @@ class EngineSpec:
     max_input_len: int
     max_num_tokens: int
     reads_position_ids: bool
+    greedy_in_engine: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -145,6 +150,11 @@ class EngineSpec:
                 f"max_input_len={self.max_input_len} is over "
                 f"max_kv_cache_capacity={self.pool.max_kv_cache_capacity}; lower the first "
                 "or raise the second"
+            )
+        if self.greedy_in_engine and self.logits_mode is not LogitsMode.LAST:
+            raise ConfigError(
+                "`next_tokens` come of the logits of last tokens, and the engine gives logits of "
+                "all tokens; build with `--logits last`, or without `--greedy-in-engine`"
             )
 
     @property
@@ -230,4 +240,7 @@ class EngineSpec:
             )
             for pool in self.pools()
         ]
-        return [logits, *pools]
+        if not self.greedy_in_engine:
+            return [logits, *pools]
+        tokens = TensorSpec(name=NEXT_TOKENS, role=Role.RESULT, dtype=DType.INT64, dims=(NUM_SEQS,))
+        return [logits, tokens, *pools]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import EngineSpec
 
 
@@ -33,6 +34,19 @@ class StepInputs:
     page_table: npt.NDArray[np.int32]
     query_start_offsets: npt.NDArray[np.int32]
     past_lens: npt.NDArray[np.int32]
+
+
+def require_next_tokens(spec: EngineSpec) -> None:
+    """Refuse an engine that gives no `next_tokens`.
+
+    Raises:
+        UnsupportedError: it was built without `--greedy-in-engine`.
+    """
+    if not spec.greedy_in_engine:
+        raise UnsupportedError(
+            "the engine gives logits and no `next_tokens`; read the logits, or rebuild it with "
+            "`paged-trt build --greedy-in-engine`"
+        )
 
 
 class Executor(Protocol):
@@ -71,6 +85,19 @@ class Executor(Protocol):
 
         Raises:
             ExecutionError: the model failed.
+        """
+        ...
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine instead of the logits.
+
+        Returns:
+            `[N]`, the lowest id of the largest logit of each sequence row; an id outside the
+            vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: the model failed.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
         """
         ...
 

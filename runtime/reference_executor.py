@@ -15,15 +15,17 @@ from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     PAGE_TABLE,
     PAST_LENS,
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
+    Role,
     pool_output_name,
 )
 from paged_trt.runtime.dense import EXACT_PRODUCTS
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
 
@@ -116,11 +118,30 @@ class ReferenceExecutor:
         Raises:
             ExecutionError: onnxruntime failed, or the executor is closed.
         """
+        return self._run(inputs)[LOGITS].reshape(-1, self._spec.vocab_size)
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the model instead of the logits.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: onnxruntime failed, or the executor is closed.
+            UnsupportedError: the model has no `next_tokens`.
+        """
+        require_next_tokens(self._spec)
+        return self._run(inputs)[NEXT_TOKENS]
+
+    def _run(self, inputs: StepInputs) -> dict[str, Array]:
+        """One step; its results by name."""
         self._check_open()
         binding = self._bindings[self._current]
         for name, array in self._feeds(inputs).items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output(LOGITS, "cpu")
+        results = [each.name for each in self._spec.tensors() if each.role is Role.RESULT]
+        for name in results:
+            binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime has no base class of its own
@@ -129,8 +150,9 @@ class ReferenceExecutor:
                 f"{len(inputs.past_lens)} sequences: {error}"
             ) from error
         self._current = 1 - self._current
-        logits: Array = binding.get_outputs()[-1].numpy()
-        return logits.reshape(-1, self._spec.vocab_size)
+        # The pools were bound first.
+        found = binding.get_outputs()[-len(results) :]
+        return {name: value.numpy() for name, value in zip(results, found, strict=True)}
 
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.tensors import NO_NEXT_TOKEN
+
+_REMEDY: Final = (
+    "the weights or the KV scales overflow the model's type: run `paged-trt compare` to find the "
+    "first wrong step"
+)
+
+
+def checked_tokens(tokens: npt.NDArray[np.int64], vocab_size: int) -> list[int]:
+    """Greedy choices of an engine as ids.
+
+    Args:
+        tokens: `[rows]`, entries of `next_tokens`.
+        vocab_size: number of token ids.
+
+    Raises:
+        ExecutionError: a row had no largest logit.
+    """
+    for row in np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist():
+        what = "NaN" if tokens[row] == NO_NEXT_TOKEN else "nothing above minus infinity"
+        raise ExecutionError(f"row {row} of the logits has no largest value ({what}); {_REMEDY}")
+    return [int(token) for token in tokens]
 
 
 def greedy(logits: npt.NDArray[Any]) -> list[int]:
@@ -25,7 +47,6 @@ def greedy(logits: npt.NDArray[Any]) -> list[int]:
     for row in np.flatnonzero(~(winners > -np.inf)).tolist():
         raise ExecutionError(
             f"row {row} of the logits has no largest value (token {best[row]} has "
-            f"{winners[row]}); the weights or the KV scales overflow the model's type: "
-            "run `paged-trt compare` to find the first wrong step"
+            f"{winners[row]}); {_REMEDY}"
         )
     return [int(token) for token in best]

@@ -15,7 +15,7 @@ from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.batch import Batch
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.results import Generation, SessionStats, StepResult
-from paged_trt.runtime.sampler import greedy
+from paged_trt.runtime.sampler import checked_tokens, greedy
 from paged_trt.runtime.scheduler import StepPlan, plan_step
 from paged_trt.runtime.sequences import LiveSequence, check_prompt
 from paged_trt.runtime.step import StepBuilder
@@ -127,8 +127,7 @@ class Session:
         self._batch.grow(plan)
         try:
             inputs = self._builder.build(plan, self._batch.table)
-            logits = self._executor.step(inputs)
-            results = self._advance(plan, self._sampled_rows(plan, inputs, logits))
+            results = self._advance(plan, *self._run(plan, inputs))
         except BaseException:
             # The pools may hold any part of this step, so its sequences cannot go on.
             for segment in plan.segments:
@@ -238,6 +237,18 @@ class Session:
         if self._is_closed:
             raise SequenceError("the session is closed; make another one")
 
+    def _run(
+        self, plan: StepPlan, inputs: StepInputs
+    ) -> tuple[dict[int, int], npt.NDArray[Any] | None]:
+        """Tokens by row of the segments that sample, and the logits where someone needs them."""
+        rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
+        keeps_logits = any(plan.segments[row].sequence.keep_logits for row in rows)
+        if self._spec.greedy_in_engine and not keeps_logits:
+            chosen = self._executor.step_tokens(inputs)[rows]
+            return dict(zip(rows, checked_tokens(chosen, self._spec.vocab_size), strict=True)), None
+        logits = self._sampled_rows(plan, inputs, self._executor.step(inputs))
+        return dict(zip(rows, greedy(logits[rows]), strict=True)), logits
+
     def _sampled_rows(
         self, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
     ) -> npt.NDArray[Any]:
@@ -254,19 +265,20 @@ class Session:
             return logits[: len(plan.segments)]
         return logits[inputs.query_start_offsets[1 : len(plan.segments) + 1] - 1]
 
-    def _advance(self, plan: StepPlan, logits: npt.NDArray[Any]) -> list[StepResult]:
-        """Sample all rows, and only then count the tokens of the step as done."""
-        rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
-        tokens = dict(zip(rows, greedy(logits[rows]), strict=True))
+    def _advance(
+        self, plan: StepPlan, tokens: dict[int, int], logits: npt.NDArray[Any] | None
+    ) -> list[StepResult]:
+        """Count the tokens of a step as done, once all rows have theirs."""
         results = []
         for row, segment in enumerate(plan.segments):
             segment.sequence.past_len = segment.end
             if row in tokens:
-                results.append(self._take_token(segment.sequence, tokens[row], logits[row]))
+                row_logits = None if logits is None else logits[row]
+                results.append(self._take_token(segment.sequence, tokens[row], row_logits))
         return results
 
     def _take_token(
-        self, sequence: LiveSequence, token: int, logits: npt.NDArray[Any]
+        self, sequence: LiveSequence, token: int, logits: npt.NDArray[Any] | None
     ) -> StepResult:
         sequence.new_tokens.append(token)
         finished = sequence.finish_reason(self._eos_token_ids)
@@ -275,7 +287,9 @@ class Session:
         return StepResult(
             sequence_id=sequence.sequence_id,
             token=token,
-            logits=logits.astype(np.float32) if sequence.keep_logits else None,
+            logits=(
+                logits.astype(np.float32) if logits is not None and sequence.keep_logits else None
+            ),
             finished=finished,
         )
 

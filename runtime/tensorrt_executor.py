@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.pool import DeviceArena, allocate_pools
@@ -35,7 +35,7 @@ class ExecutorStats:
     """Counts since the executor was made.
 
     Attributes:
-        steps: steps that gave logits.
+        steps: steps that gave logits or next tokens.
         graph_captures: CUDA graphs captured.
         graph_replays: decode steps that a graph ran.
         graph_fallbacks: decode steps that a graph should have run and did not.
@@ -175,6 +175,26 @@ class TensorRtExecutor:
             ExecutionError: TensorRT or the device failed; where the device is lost, the
                 executor says so from then on. Or it is closed, or another thread's step runs.
         """
+        with self._alone():
+            return self._buffers.logits(self._step(inputs, self._buffers.download))
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine; the logits stay on the device.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: as `step`.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        require_next_tokens(self._spec)
+        with self._alone():
+            return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a step that cannot run, or would meet another one."""
         if self._problem is not None:
             raise ExecutionError(f"{self._problem}; load the engine again")
         # Both would write the same page-locked blocks while copies still read them.
@@ -183,7 +203,7 @@ class TensorRtExecutor:
                 "another thread runs a step of this executor; load the engine once per thread"
             )
         try:
-            return self._step(inputs)
+            yield
         finally:
             self._running.release()
 
@@ -218,13 +238,13 @@ class TensorRtExecutor:
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
 
-    def _step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+    def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
         num_seqs, width = inputs.page_table.shape
         step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
         with self._device.current():
             try:
                 self._launch(inputs, step)
-                self._buffers.download(step, self._stream)
+                download(step, self._stream)
                 self._stream.synchronize()
             except BaseException as error:
                 self._recover(error)
@@ -233,7 +253,7 @@ class TensorRtExecutor:
                 self._has_new_context = False
                 self._keep_compiled()
         self._num_steps += 1
-        return self._buffers.logits(step)
+        return step
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""

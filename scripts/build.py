@@ -64,6 +64,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     help="Token rows that get logits: the last of each sequence, or all.",
 )
 @click.option(
+    "--greedy-in-engine",
+    is_flag=True,
+    help="Also choose the next tokens in the engine: greedy steps then copy no logits.",
+)
+@click.option(
     "--tokenizer",
     type=click.Path(path_type=Path),
     help="Folder with tokenizer.json [default: beside MODEL].",

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
+from gpu.engines import NEW_TOKENS, ToyEngine, check_agrees, generate, prompts, same_bits
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.device import Stream, context_id, kept_device
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
 from paged_trt.plugins.launch.dispatch import LayerLauncher
@@ -244,3 +245,16 @@ def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_noth
         again.close()
     # What the second executor needed was there: it wrote nothing new.
     assert len(file.read_bytes()) == len(kept)
+
+
+@pytest.mark.parametrize("activation", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
+def test_a_greedy_engine_chooses_what_the_runtime_chooses(activation: DType) -> None:
+    executor = open_plan(ToyEngine(activation=activation, greedy=True).folder)
+    try:
+        with_logits = generate(executor, prompts())
+        # Without `keep_logits` only the ids come back.
+        found = Session(executor).generate(prompts(), NEW_TOKENS)
+        assert executor.stats().graph_fallbacks == 0
+    finally:
+        executor.close()
+    assert [each.tokens for each in found] == [each.tokens for each in with_logits]

@@ -34,6 +34,7 @@ def make_spec(
     capacity: int = 384,
     retained_pages: int = 2,
     max_num_tokens: int = 320,
+    greedy_in_engine: bool = False,
 ) -> EngineSpec:
     attention = AttentionSpec(
         num_q_heads=HEADS,
@@ -59,6 +60,7 @@ def make_spec(
         max_input_len=min(capacity, 320),
         max_num_tokens=max_num_tokens,
         reads_position_ids=False,
+        greedy_in_engine=greedy_in_engine,
     )
 
 
@@ -136,6 +138,8 @@ def make_paged(spec: EngineSpec) -> onnx.ModelProto:
     else:
         graph.op("MatMul", [hidden, "head"], "rows")
         graph.op("Unsqueeze", ["rows", "first"], "logits")
+    if spec.greedy_in_engine:
+        graph.op("ArgMax", ["logits"], "next_tokens", axis=-1, keepdims=0)
     values = [
         helper.make_tensor_value_info(each.name, each.dtype.onnx, list(each.dims))
         for each in spec.tensors()

@@ -197,6 +197,58 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
     assert_untouched(session)
 
 
+class GreedyEngine(HistoryExecutor):
+    """Its engine chooses tokens; the first of them may be spoilt."""
+
+    spoilt: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__(make_spec(greedy_in_engine=True))
+        self.calls: list[str] = []
+
+    def step(self, inputs: StepInputs) -> Any:
+        self.calls.append("logits")
+        return super().step(inputs)
+
+    def step_tokens(self, inputs: StepInputs) -> Any:
+        self.calls.append("tokens")
+        tokens = super().step(inputs).argmax(axis=1)
+        if self.spoilt is not None:
+            tokens[0] = self.spoilt
+        return tokens
+
+
+def test_an_engine_that_chooses_is_asked_for_tokens_alone() -> None:
+    executor = GreedyEngine()
+    session = Session(executor)
+    expected = [continuation(prompt_of(n), 3, VOCAB) for n in (2, 130)]
+    found = session.generate([prompt_of(2), prompt_of(130)], 3, prefill_chunk=100)
+    assert [each.tokens for each in found] == expected
+    assert set(executor.calls) == {"tokens"}
+
+
+def test_logits_that_are_kept_are_read_for_the_steps_that_need_them() -> None:
+    executor = GreedyEngine()
+    session = Session(executor)
+    session.add(prompt_of(2), 2, keep_logits=True)
+    session.add(prompt_of(5), 4)
+    results = [result for _ in range(4) for result in session.step()]
+    assert executor.calls == ["logits", "logits", "tokens", "tokens"]
+    assert [result.logits is not None for result in results] == [1, 0, 1, 0, 0, 0]
+    tokens = tuple(each.token for each in results if each.sequence_id == 1)
+    assert tokens == continuation(prompt_of(5), 4, VOCAB)
+
+
+@pytest.mark.parametrize(("spoilt", "what"), [(-1, "NaN"), (VOCAB, "nothing above minus")])
+def test_an_engine_that_found_no_token_is_an_error(spoilt: int, what: str) -> None:
+    executor = GreedyEngine()
+    executor.spoilt = spoilt
+    session = Session(executor)
+    with pytest.raises(ExecutionError, match=f"row 0 of the logits has no largest value .{what}"):
+        session.generate([[1]], 1)
+    assert_untouched(session)
+
+
 def test_a_chunk_is_at_least_one_token(session: Session) -> None:
     with pytest.raises(SequenceError, match="`prefill_chunk` must be 1 token or more, got 0"):
         session.add([1], 1, prefill_chunk=0)

@@ -12,17 +12,23 @@ import numpy as np
 import pytest
 from fake_driver import FakeDriver
 from fake_engine import FakeEngine, read_memory
-from session.paged_toy import make_scales, make_spec, open_toy, prompt_of
+from session.paged_toy import VOCAB, make_scales, make_spec, open_toy, prompt_of
 
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, KernelError, ManifestError
+from paged_trt.plugins.errors import (
+    ExecutionError,
+    KernelError,
+    ManifestError,
+    UnsupportedError,
+)
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 from paged_trt.runtime.bindings import StepBuffers
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.pool import DeviceArena, layer_pools
+from paged_trt.runtime.scheduler import plan_step
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 
@@ -99,6 +105,42 @@ def test_a_steady_decode_step_costs_two_copies_and_one_graph(
     assert after.table_copies == before.table_copies
     assert after.allocations == before.allocations
     assert after.input_copies == after.output_copies == after.steps
+
+
+def test_a_greedy_engine_sends_back_ids_only(
+    open_fake: Open, driver: FakeDriver, tmp_path: Path
+) -> None:
+    spec = make_spec(greedy_in_engine=True)
+    (tmp_path / "reference").mkdir()
+    with Session(open_toy(spec, tmp_path / "reference")) as session:
+        expected = session.generate(PROMPTS, 8, keep_logits=True)
+    executor, _ = open_fake(spec)
+    with Session(executor) as session:
+        driver.copied.clear()
+        found = session.generate(PROMPTS, 8)
+        # Eight steps of three sequences, and neither a logit nor a second copy of any step.
+        assert driver.copied["cuMemcpyDtoHAsync"] == [8 * 3] * 8
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        driver.copied.clear()
+        kept = session.generate(PROMPTS, 8, keep_logits=True)
+        assert driver.copied["cuMemcpyDtoHAsync"] == [2 * VOCAB * 3] * 8
+    for mine, theirs in zip(kept, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        np.testing.assert_array_equal(mine.logits, theirs.logits)
+    assert executor.stats().graph_fallbacks == 0
+
+
+def test_next_tokens_of_an_engine_without_them(open_fake: Open) -> None:
+    executor, _ = open_fake()
+    session = Session(executor)
+    session.add(prompt_of(3), 1)
+    plan = plan_step(session._batch, max_num_tokens=10)
+    assert plan is not None
+    session._batch.grow(plan)
+    inputs = session._builder.build(plan, session._batch.table)
+    with pytest.raises(UnsupportedError, match="rebuild it with `paged-trt build --greedy-in-eng"):
+        executor.step_tokens(inputs)
+    assert executor.step(inputs).shape == (1, VOCAB)
 
 
 def test_the_table_travels_when_a_page_is_added(open_fake: Open) -> None:
