@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, PackageMissingError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -191,7 +191,7 @@ def _import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "the reference executor needs onnxruntime, which is not installed; "
             '`pip install "paged-trt[compare]"`'
         ) from error

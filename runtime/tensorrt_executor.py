@@ -16,6 +16,7 @@ from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
@@ -331,13 +332,7 @@ class TensorRtExecutor:
         return BoundContext(context, self._fixed)
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
-        parts = [problem, *([] if cause is None else [str(cause)])]
-        tail = self._lines.tail()
-        error = ExecutionError(
-            ": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else "")
-        )
-        error.__cause__ = cause
-        return error
+        return tensorrt_error(ExecutionError, problem, log=self._lines.tail(), cause=cause)
 
 
 def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:
