@@ -123,6 +123,9 @@ class FakeContext:
             )
         ).astype(self.spec.logits_dtype.numpy)
         ctypes.memmove(addresses["logits"], logits.ctypes.data, logits.nbytes)
+        for tensor in self.spec.pools():
+            pool = self.engine.reference.pool(tensor.name)
+            ctypes.memmove(addresses[tensor.name], pool.ctypes.data, pool.nbytes)
 
 
 def read_memory(address: int, dims: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
