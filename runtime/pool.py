@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +119,23 @@ def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Mapp
     addresses = {}
     for index, layer in enumerate(layer_pools(spec)):
         base = arena.allocate(layer.num_bytes, f"the KV pools of layer {index}")
-        stream.fill_zero(base, layer.num_bytes)
+        stream.fill(base, layer.num_bytes, byte=0)
         addresses[layer.key_name] = base
         addresses[layer.value_name] = base + layer.value_offset
     return addresses
+
+
+def download_pages(
+    stream: Stream, spec: EngineSpec, name: str, address: int, pages: Sequence[int]
+) -> npt.NDArray[Any]:
+    """Pages of a pool that lies at `address`, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+    Raises:
+        ExecutionError: the device failed.
+    """
+    pool = next(each for each in spec.pools() if each.name == name)
+    copies = np.empty((len(pages), *map(int, pool.dims[1:])), pool.dtype.numpy)
+    for copy, page in zip(copies, pages, strict=True):
+        stream.download(copy.ctypes.data, address + page * copy.nbytes, copy.nbytes)
+    stream.synchronize()
+    return copies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools
+from paged_trt.runtime.pool import DeviceArena, allocate_pools, download_pages, layer_pools
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -102,7 +102,7 @@ class TensorRtExecutor:
         keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
     ) -> None:
-        scales = checked_scales(spec, kv_scales or {})
+        self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
         self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
@@ -117,7 +117,7 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings(scales)
+            self._fixed = self._fixed_bindings()
             self._buffers = StepBuffers(self._arena, spec)
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
@@ -224,6 +224,31 @@ class TensorRtExecutor:
             for width in table_width_buckets(pool):
                 self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
 
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> npt.NDArray[Any]:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            return download_pages(self._stream, self._spec, name, self._address(name), pages)
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            for layer in layer_pools(self._spec):
+                self._stream.fill(self._address(layer.key_name), layer.num_bytes, byte=byte)
+            self._stream.synchronize()
+
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
         if self._undo is None:
@@ -255,6 +280,11 @@ class TensorRtExecutor:
                 self._keep_compiled()
         self._num_steps += 1
         return step
+
+    def _address(self, name: str) -> int:
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        return self._fixed[name][0]
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""
@@ -294,7 +324,7 @@ class TensorRtExecutor:
         except ExecutionError as lost:
             self._problem = f"the device was lost in a step ({error}; then {lost})"
 
-    def _fixed_bindings(self, scales: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Binding]:
+    def _fixed_bindings(self) -> dict[str, Binding]:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
@@ -302,7 +332,7 @@ class TensorRtExecutor:
         for name, address in pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             address = self._arena.allocate(array.nbytes, f"`{name}`")
             host = self._arena.allocate_pinned(array.nbytes)
             host[:] = array.reshape(-1).view(np.uint8)

@@ -28,7 +28,7 @@ from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtE
 from paged_trt.plugins.version import version
 from paged_trt.scripts.error_output import Output, fail, show_usage
 
-COMMANDS = ("explain", "build", "inspect", "run", "compare", "bench", "doctor")
+COMMANDS = ("explain", "build", "inspect", "run", "compare", "polygraphy", "bench", "doctor")
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
