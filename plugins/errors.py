@@ -97,6 +97,10 @@ class SequenceError(PagedTrtError, ValueError):
     code = "PTRT-S001"
 
 
+class QueueFullError(SequenceError):
+    """As many sequences wait as may wait; nothing was changed, and a later try may succeed."""
+
+
 class BuildError(PagedTrtError, RuntimeError):
     """TensorRT built no engine.
 

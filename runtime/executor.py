@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +99,25 @@ class Executor(Protocol):
         Raises:
             ExecutionError: the model failed.
             UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        ...
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages in every layer, before the next step reads them.
+
+        Args:
+            pages: `(source, target)` page ids; no target is a source.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with what no step may read: bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed.
         """
         ...
 

@@ -187,6 +187,27 @@ class ReferenceExecutor:
         self.layer_outputs = found[len(results) :]
         return dict(zip(results, found, strict=False))
 
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            for source, target in pages:
+                array[target] = array[source]
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            array.view(np.uint8)[list(page_ids)] = 0xFF
+
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
         self._bindings = []

@@ -23,7 +23,14 @@ from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools, download_pages, layer_pools
+from paged_trt.runtime.pool import (
+    DeviceArena,
+    allocate_pools,
+    copy_pages,
+    download_pages,
+    layer_pools,
+    poison_pages,
+)
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -193,20 +200,23 @@ class TensorRtExecutor:
         with self._alone():
             return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse a step that cannot run, or would meet another one."""
-        if self._problem is not None:
-            raise ExecutionError(f"{self._problem}; load the engine again")
-        # Both would write the same page-locked blocks while copies still read them.
-        if not self._running.acquire(blocking=False):
-            raise ExecutionError(
-                "another thread runs a step of this executor; load the engine once per thread"
-            )
-        try:
-            yield
-        finally:
-            self._running.release()
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            copy_pages(self._spec, self._pools, pages, self._stream)
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            poison_pages(self._spec, self._pools, page_ids, self._stream)
 
     def warm_up(self) -> None:
         """Make what steps make when they are first needed: contexts, their kernels and graphs.
@@ -264,20 +274,35 @@ class TensorRtExecutor:
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The device is current, and no other thread uses this executor."""
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        # Both would write the same page-locked blocks while copies still read them.
+        if not self._running.acquire(blocking=False):
+            raise ExecutionError(
+                "another thread runs a step of this executor; load the engine once per thread"
+            )
+        try:
+            with self._device.current():
+                yield
+        finally:
+            self._running.release()
+
     def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
         num_seqs, width = inputs.page_table.shape
         step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
-        with self._device.current():
-            try:
-                self._launch(inputs, step)
-                download(step, self._stream)
-                self._stream.synchronize()
-            except BaseException as error:
-                self._recover(error)
-                raise
-            if self._has_new_context:
-                self._has_new_context = False
-                self._keep_compiled()
+        try:
+            self._launch(inputs, step)
+            download(step, self._stream)
+            self._stream.synchronize()
+        except BaseException as error:
+            self._recover(error)
+            raise
+        if self._has_new_context:
+            self._has_new_context = False
+            self._keep_compiled()
         self._num_steps += 1
         return step
 
@@ -328,8 +353,8 @@ class TensorRtExecutor:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
-        pools = allocate_pools(self._arena, self._spec, self._stream)
-        for name, address in pools.items():
+        self._pools = allocate_pools(self._arena, self._spec, self._stream)
+        for name, address in self._pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
         for name, array in self._scales.items():
