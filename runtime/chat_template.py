@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 
 MAX_MEMORY_BYTES: Final = 2**30
 """Address space of the process."""
@@ -27,13 +27,13 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         ConfigError: the template fails, or refuses the variables.
-        UnsupportedError: jinja2 is not installed.
+        PackageMissingError: jinja2 is not installed.
     """
     try:
         import jinja2
         import jinja2.sandbox
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             'a chat template needs jinja2, which is not installed; `pip install "paged-trt[demo]"`'
         ) from error
 

@@ -16,13 +16,21 @@ from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools, copy_pages, poison_pages
+from paged_trt.runtime.pool import (
+    DeviceArena,
+    allocate_pools,
+    copy_pages,
+    download_pages,
+    layer_pools,
+    poison_pages,
+)
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -101,7 +109,7 @@ class TensorRtExecutor:
         keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
     ) -> None:
-        scales = checked_scales(spec, kv_scales or {})
+        self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
         self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
@@ -116,7 +124,7 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings(scales)
+            self._fixed = self._fixed_bindings()
             self._buffers = StepBuffers(self._arena, spec)
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
@@ -226,6 +234,31 @@ class TensorRtExecutor:
             for width in table_width_buckets(pool):
                 self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
 
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> npt.NDArray[Any]:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            return download_pages(self._stream, self._spec, name, self._address(name), pages)
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            for layer in layer_pools(self._spec):
+                self._stream.fill(self._address(layer.key_name), layer.num_bytes, byte=byte)
+            self._stream.synchronize()
+
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
         if self._undo is None:
@@ -273,6 +306,11 @@ class TensorRtExecutor:
         self._num_steps += 1
         return step
 
+    def _address(self, name: str) -> int:
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        return self._fixed[name][0]
+
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""
         self._generation.clear()
@@ -311,7 +349,7 @@ class TensorRtExecutor:
         except ExecutionError as lost:
             self._problem = f"the device was lost in a step ({error}; then {lost})"
 
-    def _fixed_bindings(self, scales: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Binding]:
+    def _fixed_bindings(self) -> dict[str, Binding]:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
@@ -319,7 +357,7 @@ class TensorRtExecutor:
         for name, address in self._pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             address = self._arena.allocate(array.nbytes, f"`{name}`")
             host = self._arena.allocate_pinned(array.nbytes)
             host[:] = array.reshape(-1).view(np.uint8)
@@ -349,13 +387,7 @@ class TensorRtExecutor:
         return BoundContext(context, self._fixed)
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
-        parts = [problem, *([] if cause is None else [str(cause)])]
-        tail = self._lines.tail()
-        error = ExecutionError(
-            ": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else "")
-        )
-        error.__cause__ = cause
-        return error
+        return tensorrt_error(ExecutionError, problem, log=self._lines.tail(), cause=cause)
 
 
 def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:

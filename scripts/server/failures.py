@@ -57,10 +57,10 @@ def api_error(error: PagedTrtError) -> ApiError:
     A `QueueFullError` is 429, other errors of the request are 400, those of the engine 500.
     """
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
+        return ApiError(429, str(error), kind="rate_limit_error", code=error.code)
     if isinstance(error, (ConfigError, SequenceError)):
-        return ApiError(400, str(error))
-    return ApiError(500, str(error), kind=SERVER_ERROR)
+        return ApiError(400, str(error), code=error.code)
+    return ApiError(500, str(error), kind=SERVER_ERROR, code=error.code)
 
 
 def shutting_down() -> ApiError:

@@ -196,6 +196,7 @@ def test_a_full_queue_refuses_one_more(serve: Callable[..., ToyServer]) -> None:
             with pytest.raises(openai.RateLimitError, match="1 sequences wait") as caught:
                 client.completions.create(**ASK)
             assert caught.value.response.headers["Retry-After"] == "1"
+            assert caught.value.code == "PTRT-S002"
             executor.may_step.set()
             assert first.result().choices[0].text == TEXT
             assert second.result().choices[0].text == TEXT
