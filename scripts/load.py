@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from paged_trt.plugins.errors import ExecutionError, PagedTrtError
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.requests import GenerationRequest
@@ -52,7 +54,7 @@ class Load:
 
     Attributes:
         requests: in the order of their arrival.
-        pages: `(seconds, pages in use)`, sampled.
+        pages: `(seconds, pages in use)`, at each token and between.
         stats: of the session, after the run.
     """
 
@@ -65,6 +67,12 @@ class Load:
         """From the first arrival to the last token."""
         last = max(request.tokens[-1] for request in self.requests if request.tokens)
         return last - self.requests[0].arrival
+
+    @property
+    def mean_pages(self) -> float:
+        """Pages in use, averaged over the time."""
+        seconds, pages = np.transpose(self.pages)
+        return float(np.average(pages[:-1], weights=np.diff(seconds)))
 
     @property
     def num_tokens(self) -> int:
@@ -82,36 +90,50 @@ async def put_load(session: AsyncSession, arrivals: Sequence[Arrival]) -> Load:
     Raises:
         ExecutionError: no request got a token.
     """
-    begin = time.perf_counter()
     times = [RequestTimes(arrival.seconds) for arrival in arrivals]
-    pages: list[tuple[float, int]] = []
-    watching = asyncio.create_task(_watch(session, pages, begin))
+    clock = _PageClock(session)
+    watching = asyncio.create_task(clock.run())
     async with asyncio.TaskGroup() as group:
         for index, (arrival, each) in enumerate(zip(arrivals, times, strict=True)):
-            group.create_task(_follow(session, arrival, each, begin=begin, name=f"bench-{index}"))
+            group.create_task(_follow(session, arrival, each, clock=clock, name=f"bench-{index}"))
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
     if not any(each.tokens for each in times):
         raise ExecutionError(f"no request got a token; the first one: {times[0].error}")
-    return Load(requests=times, pages=pages, stats=session.stats())
+    return Load(requests=times, pages=clock.pages, stats=session.stats())
+
+
+class _PageClock:
+    """Tells the time since it was made, and notes the pages in use whenever it does."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+        self._begin = time.perf_counter()
+        self.pages: list[tuple[float, int]] = []
+
+    def read(self) -> float:
+        """Seconds since the begin."""
+        seconds = time.perf_counter() - self._begin
+        self.pages.append((seconds, self._session.stats().pages_in_use))
+        return seconds
+
+    async def run(self) -> None:
+        """Note the pages between tokens too."""
+        while True:
+            self.read()
+            await asyncio.sleep(_PAGE_PERIOD)
 
 
 async def _follow(
-    session: AsyncSession, arrival: Arrival, times: RequestTimes, *, begin: float, name: str
+    session: AsyncSession, arrival: Arrival, times: RequestTimes, *, clock: _PageClock, name: str
 ) -> None:
-    await asyncio.sleep(begin + arrival.seconds - time.perf_counter())
+    await asyncio.sleep(arrival.seconds - clock.read())
     request = GenerationRequest(
         request_id=name, prompt_tokens=arrival.prompt, max_new_tokens=arrival.num_new_tokens
     )
     async for event in session.stream(request):
         if event.token is not None:
-            times.tokens.append(time.perf_counter() - begin)
+            times.tokens.append(clock.read())
         times.is_complete = event.finish_reason == "length"
         times.error = event.error
-
-
-async def _watch(session: AsyncSession, pages: list[tuple[float, int]], begin: float) -> None:
-    while True:
-        pages.append((time.perf_counter() - begin, session.stats().pages_in_use))
-        await asyncio.sleep(_PAGE_PERIOD)

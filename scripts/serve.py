@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.scripts.prompts import open_tokenizer
 
@@ -128,7 +128,7 @@ def command(
 def _require_extra() -> None:
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f"serving needs {', '.join(missing)}, which this environment lacks; "
             '`pip install "paged-trt[serve]"`'
         )

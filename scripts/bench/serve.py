@@ -167,7 +167,6 @@ async def _run(engine: Executor, traffic: Traffic) -> Load:
 def _row(traffic: Traffic, load: Load) -> dict[str, Any]:
     done = [request for request in load.requests if request.is_complete]
     stats = load.stats
-    pages = [count for _, count in load.pages]
     return {
         "requests": len(load.requests),
         "failed": len(load.requests) - len(done),
@@ -180,8 +179,8 @@ def _row(traffic: Traffic, load: Load) -> dict[str, Any]:
         "tokens_per_s": load.num_tokens / load.seconds,
         **_spread("first_token_ms", [request.first_token for request in done]),
         **_spread("inter_token_ms", [gap for each in done for gap in each.between_tokens]),
-        "pages_in_use_max": max(pages),
-        "pages_in_use_mean": float(np.mean(pages)),
+        "pages_in_use_max": max(count for _, count in load.pages),
+        "pages_in_use_mean": load.mean_pages,
         "prefix_hit_rate": stats.cached_tokens / max(stats.prompt_tokens, 1),
         "preemptions": stats.preemptions,
         "prefill_steps": stats.prefill_steps,

@@ -54,7 +54,8 @@ class ApiError(Exception):
 def api_error(error: PagedTrtError) -> ApiError:
     """An error of the engine as one of the API.
 
-    A `QueueFullError` is 429, other errors of the request are 400, those of the engine 500.
+    A `QueueFullError` is 429, other errors of the request are 400, those of the engine 500. The
+    code is the project's own, such as `PTRT-S001`, where OpenAI has none.
     """
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), kind="rate_limit_error", code=error.code)
