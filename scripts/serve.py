@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -100,8 +101,10 @@ def command(
             f"{engine_dir} has no tokenizer; build the engine with `--tokenizer PATH`"
         )
     name = engine_dir.resolve().name if model_name is None else model_name
-    with bind(host, port) as bound:
-        engine = load_engine(engine_dir, executor, device=device)
+    with (
+        bind(host, port) as bound,
+        contextlib.closing(load_engine(engine_dir, executor, device=device)) as engine,
+    ):
         click.echo(f"executor: {engine.name}", err=True)
         for note in engine.notes:
             click.echo(f"note: {note}", err=True)

@@ -43,12 +43,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON answer."""
         error = {
-            "message": str(self),
+            "message": _sendable(str(self)),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else _sendable(self.param),
             "code": self.code,
         }
         return {"error": error}
+
+
+def _sendable(text: str) -> str:
+    """Text whose half characters, which a client may have sent, are spelt out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def api_error(error: PagedTrtError) -> ApiError:
