@@ -32,6 +32,13 @@ from paged_trt.runtime.logical_kv import (
 
 Array = npt.NDArray[Any]
 
+TOKEN_LIMIT: Final = 0.8
+"""Largest allowed error of one token; one that was lost or that is another one's has 1 or more.
+
+Rounding changed single tokens in late layers of SmolLM2-135M by up to 0.59 with an int8 pool
+and 0.11 with a float8 one, in the same runs as those of the bounds.
+"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SameModelTolerance:
@@ -89,25 +96,34 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorResult:
-    """One tensor over all steps.
+    """One tensor in its worst step.
 
     Attributes:
         name: as in Place.
-        error: largest over the steps; mean difference as a part of the mean magnitude, for
-            logits largest difference as a part of the largest logit of the row.
+        error: mean difference as a part of the mean magnitude, for logits largest difference as
+            a part of the largest logit of the row.
         limit: largest allowed error.
-        step: where the error is largest.
+        token_error: mean difference of the worst token, as a part of its mean magnitude or of
+            the mean over all tokens, whichever is larger; at most TOKEN_LIMIT. A token that was
+            lost among many hardly changes a mean over all.
+        step: where the error is largest for its limit.
     """
 
     name: str
     error: float
     limit: float
+    token_error: float
     step: int
 
     @property
+    def ratio(self) -> float:
+        """The larger one of both errors as a part of its limit."""
+        return max(self.error / self.limit, self.token_error / TOKEN_LIMIT)
+
+    @property
     def passed(self) -> bool:
-        """Whether the error is within the limit; a NaN is not."""
-        return self.error <= self.limit
+        """Whether both errors are within their limits."""
+        return self.ratio <= 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +131,7 @@ class SameModelReport:
     """What the steps gave.
 
     Attributes:
-        reference: what the engine was compared with.
+        reference: path of the model that the reference executor ran.
         num_steps: steps that both ran.
         tolerance: what was allowed.
         tensors: results, in the order in which a step computes them.
@@ -139,7 +155,8 @@ class SameModelReport:
         """Everything as JSON types; an error that is no number is null."""
         data = dataclasses.asdict(self)
         for each, result in zip(data["tensors"], self.tensors, strict=True):
-            each["error"] = result.error if np.isfinite(result.error) else None
+            for field in ("error", "token_error"):
+                each[field] = each[field] if np.isfinite(each[field]) else None
             each["passed"] = result.passed
         if self.first is not None:
             for side in ("engine", "reference"):
@@ -191,24 +208,29 @@ class _Errors:
 
     def __init__(self, tolerance: SameModelTolerance) -> None:
         self._tolerance = tolerance
-        self._worst: dict[str, tuple[float, int]] = {}
+        self._worst: dict[str, TensorResult] = {}
         self.first: Place | None = None
 
     def add(self, step: int, engine: Mapping[str, Array], reference: Mapping[str, Array]) -> None:
         """Compare the tensors of one step, in order."""
         for name in engine:
             mine, theirs = (each[name].astype(np.float32) for each in (engine, reference))
-            error = _error(name, mine, theirs)
-            if error > self._worst.get(name, (-1.0, 0))[0]:
-                self._worst[name] = (error, step)
-            if self.first is None and not error <= self._tolerance.limit(name):
+            error, token_error = _errors(name, mine, theirs)
+            result = TensorResult(
+                name=name,
+                error=error,
+                limit=self._tolerance.limit(name),
+                token_error=token_error,
+                step=step,
+            )
+            worst = self._worst.get(name)
+            if worst is None or result.ratio > worst.ratio:
+                self._worst[name] = result
+            if self.first is None and not result.passed:
                 self.first = _place(name, step, mine, theirs)
 
     def results(self) -> tuple[TensorResult, ...]:
-        return tuple(
-            TensorResult(name=name, error=error, limit=self._tolerance.limit(name), step=step)
-            for name, (error, step) in self._worst.items()
-        )
+        return tuple(self._worst.values())
 
 
 def compare_steps(
@@ -217,6 +239,7 @@ def compare_steps(
     steps: Sequence[StepInputs],
     *,
     seed: int,
+    name: str,
     missing: tuple[str, ...] = (),
 ) -> SameModelReport:
     """Run the same steps on both and compare all that they computed.
@@ -226,6 +249,7 @@ def compare_steps(
         reference: likewise; the same pool geometry.
         steps: consecutive steps.
         seed: of the pages of the reference.
+        name: of the reference, for the report.
         missing: goes into the report.
 
     Raises:
@@ -242,7 +266,7 @@ def compare_steps(
         other = dataclasses.replace(inputs, page_table=moved)
         errors.add(step, step_tensors(engine, inputs), step_tensors(reference, other))
     return SameModelReport(
-        reference=reference.name,
+        reference=name,
         num_steps=len(steps),
         tolerance=tolerance,
         tensors=errors.results(),
@@ -269,15 +293,26 @@ def step_tensors(executor: PagedExecutor, inputs: StepInputs) -> dict[str, Array
     return {**tensors, LOGITS: logits}
 
 
-def _error(name: str, engine: Array, reference: Array) -> float:
-    difference, magnitude = np.abs(engine - reference), np.abs(reference)
-    tiny = np.finfo(np.float32).tiny
-    if name == LOGITS:
-        parts = difference.max(-1) / np.maximum(magnitude.max(-1), tiny)
-        error = float(parts.max())
-    else:
-        error = float(difference.mean(dtype=np.float64) / max(magnitude.mean(), tiny))
-    return error if np.isfinite(error) else float("inf")
+def _errors(name: str, engine: Array, reference: Array) -> tuple[float, float]:
+    """Error over all, and that of the worst token; infinite where one is no number."""
+    tiny = float(np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore"):  # what is no number counts as infinitely far
+        difference, magnitude = np.abs(engine - reference), np.abs(reference)
+        if name == LOGITS:
+            parts = difference.max(-1) / np.maximum(magnitude.max(-1), tiny)
+            return _number(parts.max()), 0.0
+        # A token is a row and a position, or a row of attention outputs.
+        axes = (1, 3) if difference.ndim == 4 else (1, 2)
+        differences, magnitudes = difference.mean(axes), magnitude.mean(axes)
+        typical = magnitudes[magnitudes > 0].mean() if (magnitudes > 0).any() else 0.0
+        # A token that is nearly 0 may differ by any part of itself.
+        tokens = differences / np.maximum(magnitudes, max(typical, tiny))
+        overall = differences.mean() / max(magnitudes.mean(), tiny)
+        return _number(overall), _number(tokens.max())
+
+
+def _number(value: Any) -> float:
+    return float(value) if np.isfinite(value) else float("inf")
 
 
 def _place(name: str, step: int, engine: Array, reference: Array) -> Place:
