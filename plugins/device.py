@@ -139,6 +139,13 @@ class Stream:
             "cuMemcpyDtoHAsync",
         )
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy within the device."""
+        check(
+            self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream),
+            "cuMemcpyDtoDAsync",
+        )
+
     def fill(self, target: int, num_bytes: int, *, byte: int) -> None:
         """Set every byte of device memory."""
         check(

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ConfigError, ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import (
+    ConfigError,
+    ExecutionError,
+    PackageMissingError,
+    UnsupportedError,
+)
 from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_for
@@ -18,8 +23,8 @@ from paged_trt.runtime.decoders import open_decoder
 from paged_trt.runtime.differences import HISTOGRAM_EDGES
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.paged_generation import PagedGenerator
-from paged_trt.runtime.same_model import SameModelReport
 from paged_trt.runtime.same_model_check import check_same_model, why_not
+from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.runtime.scenarios import (
     Scenario,
     default_prompt_lens,
@@ -270,7 +275,7 @@ def _polygraphy_runners() -> types.ModuleType:
     try:
         from paged_trt.runtime import polygraphy_runners
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f'{error.name} is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     return polygraphy_runners

@@ -110,7 +110,37 @@ def layer_pools(spec: EngineSpec) -> tuple[LayerPool, ...]:
     return tuple(layers)
 
 
-def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Mapping[str, int]:
+Addresses = Mapping[str, int]
+"""Address of each pool input, by its name."""
+
+
+def copy_pages(
+    spec: EngineSpec, pools: Addresses, pages: Sequence[tuple[int, int]], stream: Stream
+) -> None:
+    """Copy keys and values of whole pages, `(source, target)`, in every layer."""
+    for base, num_bytes in _pages_of_pools(spec, pools):
+        for source, target in pages:
+            stream.copy(base + target * num_bytes, base + source * num_bytes, num_bytes)
+
+
+def poison_pages(
+    spec: EngineSpec, pools: Addresses, page_ids: Sequence[int], stream: Stream
+) -> None:
+    """Fill pages with bytes of 0xFF in every layer."""
+    for base, num_bytes in _pages_of_pools(spec, pools):
+        for page_id in page_ids:
+            stream.fill(base + page_id * num_bytes, num_bytes, byte=0xFF)
+
+
+def _pages_of_pools(spec: EngineSpec, pools: Addresses) -> list[tuple[int, int]]:
+    """Address of each pool, and bytes of one of its pages."""
+    return [
+        (pools[pool.name], math.prod(int(dim) for dim in pool.dims[1:]) * pool.dtype.itemsize)
+        for pool in spec.pools()
+    ]
+
+
+def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Addresses:
     """Allocate the pools of all layers, zero, and give the address of each pool input.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ def record_steps(spec: EngineSpec, scenario: Scenario, *, seed: int) -> list[Ste
         Copies; N and M come from the bucket lists, as a TensorRT engine wants them.
     """
     recorder = _Recorder(spec, seed=seed)
-    PagedGenerator(recorder, seed=seed)(scenario)
+    # Pages hold nothing here that a prefix could be found in.
+    PagedGenerator(recorder, seed=seed, reuses_prefixes=False)(scenario)
     return recorder.steps
 
 
@@ -56,6 +58,16 @@ class _Recorder:
         logits = np.zeros((rows, self._spec.vocab_size), np.float16)
         logits[np.arange(rows), self._random.integers(0, self._spec.vocab_size, rows)] = 1
         return logits
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        tokens: npt.NDArray[np.int64] = self.step(inputs).argmax(axis=-1)
+        return tokens
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Pages hold nothing here."""
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Pages hold nothing here."""
 
     def close(self) -> None:
         """Nothing to release."""

@@ -11,19 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, PackageMissingError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     PAGE_TABLE,
     PAST_LENS,
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
+    Role,
     pool_output_name,
 )
 from paged_trt.runtime.dense import EXACT_PRODUCTS
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
 
@@ -148,11 +150,29 @@ class ReferenceExecutor:
         Raises:
             ExecutionError: onnxruntime failed, or the executor is closed.
         """
+        return self._run(inputs)[LOGITS].reshape(-1, self._spec.vocab_size)
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the model instead of the logits.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: onnxruntime failed, or the executor is closed.
+            UnsupportedError: the model has no `next_tokens`.
+        """
+        require_next_tokens(self._spec)
+        return self._run(inputs)[NEXT_TOKENS]
+
+    def _run(self, inputs: StepInputs) -> dict[str, Array]:
+        """One step; its results by name."""
         self._check_open()
         binding = self._bindings[self._current]
         for name, array in self._feeds(inputs).items():
             binding.bind_cpu_input(name, array)
-        for name in (LOGITS, *self._layer_names):
+        results = [each.name for each in self._spec.tensors() if each.role is Role.RESULT]
+        for name in (*results, *self._layer_names):
             binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(binding)
@@ -163,10 +183,30 @@ class ReferenceExecutor:
             ) from error
         self._current = 1 - self._current
         # The pools were bound first.
-        logits, *layers = binding.get_outputs()[len(self._spec.pools()) :]
-        self.layer_outputs = [layer.numpy() for layer in layers]
-        rows: Array = logits.numpy()
-        return rows.reshape(-1, self._spec.vocab_size)
+        found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
+        self.layer_outputs = found[len(results) :]
+        return dict(zip(results, found, strict=False))
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            for source, target in pages:
+                array[target] = array[source]
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            array.view(np.uint8)[list(page_ids)] = 0xFF
 
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
@@ -205,7 +245,7 @@ def _import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "the reference executor needs onnxruntime, which is not installed; "
             '`pip install "paged-trt[compare]"`'
         ) from error

@@ -11,7 +11,8 @@ from paged_trt.plugins.manifest import MANIFEST_FILE, MODEL_FILE, read_manifest
 from paged_trt.runtime.engine import open_reference
 from paged_trt.runtime.logical_kv import PagedExecutor
 from paged_trt.runtime.recorded_steps import record_steps
-from paged_trt.runtime.same_model import SameModelReport, compare_steps
+from paged_trt.runtime.same_model import compare_steps
+from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.runtime.scenarios import Scenario
 
 NO_ATTENTION: Final = (

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import tokenizers
 
-from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, ManifestError, PackageMissingError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -107,7 +107,7 @@ class Tokenizer:
 
         Raises:
             ConfigError: the model has no chat template, or its template refuses the messages.
-            UnsupportedError: jinja2 is not installed.
+            PackageMissingError: jinja2 is not installed.
         """
         template = self._template()
         if template is None:
@@ -219,7 +219,7 @@ def _render(template: str, **variables: object) -> str:
         import jinja2
         import jinja2.sandbox
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             'a chat template needs jinja2, which is not installed; `pip install "paged-trt[demo]"`'
         ) from error
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 from paged_trt.plugins.version import version
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.differences import HISTOGRAM_EDGES
-from paged_trt.runtime.same_model import SameModelReport
+from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.scripts import compare_table
 from paged_trt.scripts.files import write_bytes, write_text
 
@@ -43,7 +43,7 @@ class ReportFiles:
         """Refuse what could not be written later.
 
         Raises:
-            ConfigError: a folder is missing, or a name is that of a folder; UnsupportedError
+            ConfigError: a folder is missing, or a name is that of a folder; PackageMissingError
                 where a package is not installed.
         """
         for field in dataclasses.fields(self):
@@ -165,6 +165,6 @@ def _require_package(name: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f'{error.name} is not installed; run `pip install "paged-trt[plots]"`'
         ) from error

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.comparison import SequenceResult
-from paged_trt.runtime.same_model import TOKEN_LIMIT, SameModelReport, TensorResult
-from paged_trt.scripts.cli import plain
+from paged_trt.runtime.same_model_report import TOKEN_LIMIT, SameModelReport, TensorResult
+from paged_trt.scripts.error_output import plain
 
 
 def show(report: ComparisonReport, console: Console, *, layers: bool = False) -> None:

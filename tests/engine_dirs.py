@@ -54,6 +54,7 @@ def write_engine_dir(
     kv_cache_dtype: DType | None = None,
     logits_mode: LogitsMode = LogitsMode.LAST,
     kv_scale: float = 1.0,
+    greedy_in_engine: bool = False,
 ) -> Path:
     """Rewrite a dense model into an engine directory whose plan is none.
 
@@ -67,6 +68,7 @@ def write_engine_dir(
         kv_cache_dtype: type of the pools; None is the model's own.
         logits_mode: as in `EngineSpec`.
         kv_scale: every scale of quantised pools.
+        greedy_in_engine: as in `EngineSpec`.
 
     Returns:
         `target`.
@@ -87,6 +89,7 @@ def write_engine_dir(
         max_input_len=max_input_len,
         max_num_tokens=max_num_tokens,
         reads_position_ids=facts.reads_position_ids,
+        greedy_in_engine=greedy_in_engine,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
     write_plan(target, spec)
