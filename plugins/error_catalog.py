@@ -114,6 +114,10 @@ _TEXTS: Final[dict[type[PagedTrtError], tuple[object, str]]] = {
         "with a larger `--max-input-len`",
         "Shorten the prompt or ask for fewer tokens, or rebuild with larger limits.",
     ),
+    errors.QueueFullError: (
+        "4096 sequences wait and max_queue is 4096; try again later",
+        "Try again later, send fewer requests at once, or raise the limit of the session.",
+    ),
     errors.BuildError: (
         "TensorRT built no engine; last lines of its log: ...",
         "Read the last lines of TensorRT's log in the message; `--verbose` shows all of it, and "

@@ -100,6 +100,8 @@ class SequenceError(PagedTrtError, ValueError):
 class QueueFullError(SequenceError):
     """As many sequences wait as may wait; nothing was changed, and a later try may succeed."""
 
+    code = "PTRT-S002"
+
 
 class BuildError(PagedTrtError, RuntimeError):
     """TensorRT built no engine.

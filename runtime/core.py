@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import logging
 import threading
@@ -19,10 +20,12 @@ from paged_trt.plugins.errors import (
     SequenceError,
     UnsupportedError,
 )
+from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
+from paged_trt.runtime.sampler import with_seed
 from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
 from paged_trt.runtime.step_runner import Sampled, StepRunner
@@ -131,20 +134,23 @@ class EngineCore:
         Raises:
             SequenceError: the core is closed, or `prefill_chunk` is not positive.
             QueueFullError: as many sequences wait as may wait.
-            UnsupportedError: an adapter is asked for, or a way of sampling that is not there.
+            UnsupportedError: an adapter is asked for, or the vocabulary is too large to draw.
         """
         self.require_open()
         if prefill_chunk is not None and prefill_chunk < 1:
             raise SequenceError(f"`prefill_chunk` must be 1 token or more, got {prefill_chunk}")
         if adapter is not None:
             raise UnsupportedError(f"this engine runs no adapters; leave out `{adapter}`")
-        if not sampling.is_greedy or sampling.num_logprobs is not None:
-            raise UnsupportedError("only greedy sampling without logprobs is there yet")
+        if not sampling.is_plain and self.spec.vocab_size > MAX_SAMPLED_VOCAB:
+            raise UnsupportedError(
+                f"the sampler takes {MAX_SAMPLED_VOCAB} tokens and the vocabulary has "
+                f"{self.spec.vocab_size}; choose greedily, without logprobs"
+            )
         sequence = LiveSequence(
             sequence_id=next(self._ids),
             prompt=prompt,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=sampling if sampling.is_greedy else with_seed(sampling),
             stop_token_ids=stop_token_ids,
             prefill_chunk=prefill_chunk,
             keep_logits=keep_logits,
@@ -154,8 +160,20 @@ class EngineCore:
         self._waiting.put(sequence)
         return sequence
 
-    def fork(self, source: LiveSequence, *, deliver: Callable[[StepResult], None]) -> LiveSequence:
+    def fork(
+        self,
+        source: LiveSequence,
+        *,
+        sampling: SamplingSpec | None = None,
+        deliver: Callable[[StepResult], None],
+    ) -> LiveSequence:
         """A second sequence that goes on from where a running one is, on the same pages.
+
+        Args:
+            source: the running one.
+            sampling: how the new one chooses its tokens; as `source`, with another seed, when
+                left out.
+            deliver: as of `submit`.
 
         Raises:
             SequenceError: every slot is taken, or `source` waits, prefills or has ended.
@@ -163,6 +181,9 @@ class EngineCore:
         with self._lock:
             self.require_open()
             fork = source.copy(next(self._ids), deliver)
+            fork.sampling = sampling or dataclasses.replace(source.sampling, seed=None)
+            if not fork.sampling.is_greedy:
+                fork.sampling = with_seed(fork.sampling)
             self.batch.fork(source, fork)
             return fork
 
@@ -308,6 +329,8 @@ class EngineCore:
                 sequence_id=sequence.sequence_id,
                 token=sampled.token,
                 logits=sampled.logits,
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
                 finished=finished,
                 num_cached_tokens=sequence.num_cached or 0,
             )

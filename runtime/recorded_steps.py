@@ -63,6 +63,9 @@ class _Recorder:
         tokens: npt.NDArray[np.int64] = self.step(inputs).argmax(axis=-1)
         return tokens
 
+    def warm_up(self) -> None:
+        """Nothing is made at a first step."""
+
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Pages hold nothing here."""
 

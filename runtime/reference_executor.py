@@ -208,6 +208,10 @@ class ReferenceExecutor:
         for array in self._pools[self._current].values():
             array.view(np.uint8)[list(page_ids)] = 0xFF
 
+    def warm_up(self) -> None:
+        """Nothing is left to make: onnxruntime prepared the model when it was loaded."""
+        self._check_open()
+
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
         self._bindings = []

@@ -59,6 +59,11 @@ class SamplingSpec:
             _require_int("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the largest logit wins and nothing is asked of the others."""
+        return self.is_greedy and self.num_logprobs is None
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the largest logit wins, whatever the seed."""
         return self.temperature == 0

@@ -119,8 +119,13 @@ class Session:
         self._live[sequence.sequence_id] = sequence
         return sequence.sequence_id
 
-    def fork(self, sequence_id: int) -> int:
+    def fork(self, sequence_id: int, *, sampling: SamplingSpec | None = None) -> int:
         """A second sequence that goes on from where one is, on the same pages.
+
+        Args:
+            sequence_id: of the first one.
+            sampling: how the new one chooses its tokens; as the first one, with another seed,
+                when left out.
 
         Returns:
             The id of the new sequence.
@@ -129,7 +134,9 @@ class Session:
             SequenceError: the sequence is not live, waits or still runs its prompt, or every
                 slot is taken.
         """
-        fork = self._core.fork(self._get(sequence_id), deliver=self._results.append)
+        fork = self._core.fork(
+            self._get(sequence_id), sampling=sampling, deliver=self._results.append
+        )
         self._live[fork.sequence_id] = fork
         return fork.sequence_id
 

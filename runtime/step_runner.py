@@ -12,7 +12,7 @@ from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.sampler import checked_tokens, greedy
+from paged_trt.runtime.sampler import checked_tokens, greedy, sample, top_logprobs
 from paged_trt.runtime.scheduler import StepPlan
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
@@ -25,11 +25,15 @@ class Sampled(NamedTuple):
         sequence: whose token it is; it has not got it yet.
         token: the token.
         logits: `[vocab_size]` float32; None unless the sequence keeps them.
+        logprob: natural logarithm of the token's probability; None unless asked for.
+        top_logprobs: of the most likely tokens; None unless asked for.
     """
 
     sequence: LiveSequence
     token: int
     logits: npt.NDArray[np.float32] | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
 class StepRunner:
@@ -97,12 +101,35 @@ class StepRunner:
 
 
 def _needs_logits(sequence: LiveSequence) -> bool:
-    return sequence.keep_logits
+    return sequence.keep_logits or not sequence.sampling.is_plain
 
 
 def _sample(sequences: Sequence[LiveSequence], logits: npt.NDArray[Any]) -> list[Sampled]:
     """Choose a token for each row, `[len(sequences), vocab_size]`."""
+    tokens = greedy(logits)
+    # Logprobs and draws cost a pass over the vocabulary in float64: only for those that ask.
+    asking = [row for row, each in enumerate(sequences) if not each.sampling.is_plain]
+    logprobs: dict[int, float] = {}
+    if asking:
+        specs = [sequences[row].sampling for row in asking]
+        steps = [sequences[row].num_new_tokens for row in asking]
+        drawn, found = sample(logits[asking], specs, steps)
+        for row, token, logprob in zip(asking, drawn.tolist(), found.tolist(), strict=True):
+            tokens[row], logprobs[row] = token, logprob
     return [
-        Sampled(each, token, row.astype(np.float32) if each.keep_logits else None)
-        for each, token, row in zip(sequences, greedy(logits), logits, strict=True)
+        _sampled(each, tokens[row], logits[row], logprobs.get(row))
+        for row, each in enumerate(sequences)
     ]
+
+
+def _sampled(
+    sequence: LiveSequence, token: int, logits: npt.NDArray[Any], logprob: float | None
+) -> Sampled:
+    count = sequence.sampling.num_logprobs
+    return Sampled(
+        sequence,
+        token,
+        logits=logits.astype(np.float32) if sequence.keep_logits else None,
+        logprob=logprob if count is not None else None,
+        top_logprobs=tuple(top_logprobs(logits, count)) if count is not None else None,
+    )

@@ -28,7 +28,17 @@ from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtE
 from paged_trt.plugins.version import version
 from paged_trt.scripts.error_output import Output, fail, show_usage
 
-COMMANDS = ("explain", "build", "inspect", "run", "compare", "polygraphy", "bench", "doctor")
+COMMANDS = (
+    "explain",
+    "build",
+    "inspect",
+    "run",
+    "serve",
+    "compare",
+    "polygraphy",
+    "bench",
+    "doctor",
+)
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
@@ -67,7 +77,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version(), prog_name="paged-trt")
 def cli() -> None:
-    """Paged attention inside a TensorRT engine: explain, build, inspect, run and compare.
+    """Paged attention inside a TensorRT engine: explain, build, inspect, run, serve and compare.
 
     Where something does not run, `paged-trt doctor` says what this machine lacks.
 

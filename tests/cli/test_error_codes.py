@@ -35,6 +35,7 @@ IDS = ("--input-ids", "1,2")
 PLAN_VERSION_BYTE = 88
 """Of a plan of TensorRT-RTX 1.6 and 1.7: found by changing one byte after the other."""
 GPU_ONLY = {"PTRT-K003", "PTRT-T005"}
+SERVED_ONLY = {"PTRT-S002"}
 NO_RTX = importlib.util.find_spec("tensorrt_rtx") is None
 
 
@@ -270,8 +271,12 @@ def test_every_code_is_raised_here_or_on_a_gpu() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     named = set(re.findall(r'"(PTRT-[A-Z]\d{3})"', text.split("GPU_ONLY = ")[1].split("\n", 1)[1]))
     assert named | GPU_ONLY == set(pages())
-    gpu = Path(__file__).parents[1] / "gpu" / "test_error_codes.py"
-    assert set(re.findall(r"PTRT-[A-Z]\d{3}", gpu.read_text(encoding="utf-8"))) >= GPU_ONLY
+    for elsewhere, codes in (
+        ("gpu/test_error_codes.py", GPU_ONLY),
+        ("serving/test_server.py", SERVED_ONLY),
+    ):
+        text = (Path(__file__).parents[1] / elsewhere).read_text(encoding="utf-8")
+        assert set(re.findall(r"PTRT-[A-Z]\d{3}", text)) >= codes
 
 
 @pytest.mark.skipif(NO_RTX, reason="TensorRT-RTX, whose texts these are, is not installed")

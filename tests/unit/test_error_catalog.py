@@ -28,6 +28,7 @@ FROZEN = {
     "PTRT-P001": "PagesExhausted",
     "PTRT-R001": "OnnxRewriteError",
     "PTRT-S001": "SequenceError",
+    "PTRT-S002": "QueueFullError",
     "PTRT-T001": "plugin creator not found",
     "PTRT-T002": "PlanVersionError",
     "PTRT-T003": "shapes and profiles disagree",
