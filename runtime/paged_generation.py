@@ -49,7 +49,7 @@ class PagedGenerator:
 
     def _run(self, scenario: Scenario, results: list[list[StepResult]]) -> None:
         # A session of its own: whatever a failed one still holds goes with it.
-        session = Session(self._executor, page_order=self._page_order)
+        session = Session(self._executor, page_order=self._page_order, reuses_prefixes=False)
         batch = self._executor.spec.pool.max_batch_size
         waiting = collections.deque(enumerate(scenario.prompts))
         live: dict[int, int] = {}

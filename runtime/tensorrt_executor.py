@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ class ExecutorStats:
         allocations: device and page-locked allocations; all are made at load.
         device_bytes: device memory of pools, step buffers and activations, without weights.
         contexts: execution contexts, one for prefill and one for each bucket of decode steps.
+        wait_seconds: how long steps waited for the device once all of their work was handed over.
     """
 
     steps: int
@@ -56,6 +58,7 @@ class ExecutorStats:
     allocations: int
     device_bytes: int
     contexts: int
+    wait_seconds: float
 
 
 class TensorRtExecutor:
@@ -104,6 +107,7 @@ class TensorRtExecutor:
         self._uses_graphs = uses_graphs
         self._make_context = make_context
         self._num_steps = 0
+        self._wait_seconds = 0.0
         self._problem: str | None = None
         self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
@@ -158,6 +162,7 @@ class TensorRtExecutor:
             allocations=self._arena.num_allocations,
             device_bytes=self._arena.num_bytes,
             contexts=1 + len(self._generation),
+            wait_seconds=self._wait_seconds,
         )
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
@@ -242,7 +247,9 @@ class TensorRtExecutor:
         try:
             self._launch(inputs, step)
             download(step, self._stream)
+            begin = time.perf_counter()
             self._stream.synchronize()
+            self._wait_seconds += time.perf_counter() - begin
         except BaseException as error:
             self._recover(error)
             raise

@@ -417,6 +417,27 @@ def test_bench_e2e_writes_what_the_readme_shows(
     assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
+def test_bench_host_times_a_full_batch(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "host.json"
+    options = ["--prompt-len", "12", "--steps", "5", "-o", str(output)]
+    assert main(["bench", "host", str(engine), "--executor=reference", *options]) == 0
+    results = read_results(output)
+    (row,) = results.rows
+    assert (results.kind, row["executor"], row["steps"]) == ("host", "reference", 5)
+    assert 0 < row["runtime_us"] < row["step_us"]
+    assert "host_us" not in row
+    output.unlink()
+    for wrong, words in (
+        (["--batch", "0"], "`--batch` must be from 1"),
+        (["--steps", "1"], "both must be 2 or more"),
+        (["--steps", "100000"], "all fit the engine's"),
+    ):
+        assert words in fails(capsys, 2, "bench", "host", engine, *wrong, "-o", output)
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [(["--gigabytes=0.5"], "under 1.0, one layer"), (["--runs=0"], "x>=1")],
