@@ -103,6 +103,11 @@ CASES: Final = (
         for family in ("llama-eager", "gemma2", "bloom")
         for opset in ("20", "22", "23", "24")
     ),
+    # A bias of scores as an input of the attention node.
+    *(
+        Case(family="falcon-alibi", tool="torch", form=opset, refusal="such as ALiBi")
+        for opset in ("23", "24")
+    ),
     Case(family="llama", tool="optimum", refusal=_SPELT_OUT),
     *(
         Case(family=family, tool="genai", form="GQA")

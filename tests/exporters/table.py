@@ -39,11 +39,8 @@ def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if key in merged:
             forms = f"{merged[key]['form']}, {row['form']}"
             # The counts of nodes differ a little from opset to opset.
-            merged[key] = {
-                **merged[key],
-                "form": forms,
-                "detail": row["refusal"] + " MatMul and Softmax nodes",
-            }
+            detail = re.sub(r"\d+ (MatMul|Softmax)", r"\1", merged[key]["detail"])
+            merged[key] = {**merged[key], "form": forms, "detail": detail}
         else:
             merged[key] = row
     return list(merged.values())
