@@ -28,6 +28,8 @@ from paged_trt.runtime.dense import EXACT_PRODUCTS
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, sampled_on_host
 
 Array = npt.NDArray[Any]
 _RAW: Final[dict[int, type[np.unsignedinteger[Any]]]] = {1: np.uint8, 2: np.uint16}
@@ -97,6 +99,11 @@ class ReferenceExecutor:
         """False: padding rows would cost time and change nothing."""
         return False
 
+    @property
+    def samples_on_device(self) -> bool:
+        """False: the logits are on the host."""
+        return False
+
     def pool(self, name: str) -> Array:
         """A pool by its input name, as the next step reads it; valid until then.
 
@@ -132,6 +139,27 @@ class ReferenceExecutor:
         """
         require_next_tokens(self._spec)
         return self._run(inputs)[NEXT_TOKENS]
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits, in NumPy.
+
+        Returns:
+            Tokens and logprobs of `rows`.
+
+        Raises:
+            ExecutionError: onnxruntime failed, the executor is closed, or a row that draws has
+                no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        return sampled_on_host(self.step, inputs, rows, specs, steps)
 
     def _run(self, inputs: StepInputs) -> dict[str, Array]:
         """One step; its results by name."""

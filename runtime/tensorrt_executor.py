@@ -23,6 +23,8 @@ from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.pool import DeviceArena, allocate_pools, copy_pages, poison_pages
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, StepSampler, sampled_on_host
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -79,6 +81,7 @@ class TensorRtExecutor:
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
         uses_graphs: replay decode steps as CUDA graphs.
+        sampling_kernel: the loaded kernel; None draws on the host.
 
     Raises:
         ExecutionError: there is too little memory, or TensorRT refused; everything that was
@@ -100,6 +103,7 @@ class TensorRtExecutor:
             engine.create_execution_context()
         ),
         uses_graphs: bool = True,
+        sampling_kernel: Any = None,
     ) -> None:
         scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
@@ -117,6 +121,11 @@ class TensorRtExecutor:
             undo.callback(self._stream.close)
             self._fixed = self._fixed_bindings(scales)
             self._buffers = StepBuffers(self._arena, spec)
+            self._sampler = (
+                None
+                if sampling_kernel is None
+                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+            )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
             self._engine: Any = engine
@@ -148,6 +157,11 @@ class TensorRtExecutor:
     def bucketed_shapes(self) -> bool:
         """True: a CUDA graph fits one (N, M)."""
         return True
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the sampling kernel can read the engine's logits."""
+        return self._sampler is not None
 
     def stats(self) -> ExecutorStats:
         """Counts since the executor was made."""
@@ -191,6 +205,34 @@ class TensorRtExecutor:
         require_next_tokens(self._spec)
         with self._alone():
             return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits where they are.
+
+        Where the kernel cannot read the logits, they are copied and drawn from in NumPy: the
+        tokens are the same.
+
+        Returns:
+            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+
+        Raises:
+            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        sampler = self._sampler
+        if sampler is None:
+            return sampled_on_host(self.step, inputs, rows, specs, steps)
+        with self._alone():
+            sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
+            return sampler.result(self._step(inputs, sampler.download), rows)
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.

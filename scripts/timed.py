@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_trt.runtime.executor import Executor, StepInputs
+
+_Result = TypeVar("_Result")
 
 
 class TimedExecutor:
@@ -40,11 +42,17 @@ class TimedExecutor:
         """As of the executor."""
         return self._time(self._executor.step_tokens, inputs)
 
+    def step_sampled(
+        self, inputs: StepInputs, *rest: Any, **options: Any
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """As of the executor."""
+        return self._time(self._executor.step_sampled, inputs, *rest, **options)
+
     def _time(
-        self, step: Callable[[StepInputs], npt.NDArray[Any]], inputs: StepInputs
-    ) -> npt.NDArray[Any]:
+        self, step: Callable[..., _Result], inputs: StepInputs, *rest: Any, **options: Any
+    ) -> _Result:
         waited, begin = self._waited(), time.perf_counter()
-        result = step(inputs)
+        result = step(inputs, *rest, **options)
         seconds = time.perf_counter() - begin
         if len(inputs.input_ids) == len(inputs.past_lens):
             self.decode_seconds.append(seconds)

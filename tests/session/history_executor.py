@@ -33,6 +33,7 @@ class HistoryExecutor:
 
     name = "history"
     notes: tuple[str, ...] = ()
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec, *, bucketed: bool = False) -> None:
         self.spec = spec

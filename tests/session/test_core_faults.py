@@ -178,6 +178,7 @@ class Constant:
     name = "constant"
     notes: tuple[str, ...] = ()
     bucketed_shapes = True
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
