@@ -417,6 +417,22 @@ def test_bench_e2e_writes_what_the_readme_shows(
     assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
+def test_run_draws_the_same_tokens_from_the_same_seed(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    draws = ["--temperature=2", "--top-k=50", "--top-p=0.99"]
+    for options in (["--seed=1"], ["--seed=1"], ["--seed=2"], []):
+        arguments = ["--input-ids", "1,2", *draws, *options, "--max-new-tokens=12"]
+        assert main(["run", str(engine), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    assert "`top_p` must be over 0" in fails(
+        capsys, 2, "run", engine, "--input-ids", "1", "--top-p=0"
+    )
+
+
 def test_bench_host_times_a_full_batch(
     engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
