@@ -211,6 +211,7 @@ class EngineCore:
             self.require_open()
             self._take_orders()
             self._admit()
+            self._reuse_more()
             found = self._next_plan()
             if found is None:
                 return bool(self._waiting)
@@ -277,6 +278,15 @@ class EngineCore:
             if is_new:
                 self._counts["prompt_tokens"] += sequence.prompt_len
                 self._counts["cached_tokens"] += sequence.num_cached or 0
+
+    def _reuse_more(self) -> None:
+        """Spare the prompts what another one has run since they were admitted."""
+        for sequence in self.batch:
+            reused = 0 if sequence.decodes else self.batch.reuse_more(sequence)
+            # What is run again after a preemption is no prompt.
+            if reused and not sequence.num_new_tokens:
+                sequence.num_cached = (sequence.num_cached or 0) + reused
+                self._counts["cached_tokens"] += reused
 
     def _next_plan(self) -> tuple[StepPlan, PageCopies] | None:
         """A step whose sequences have all the pages that they need."""
