@@ -165,8 +165,9 @@ class AsyncSession:
         error: PagedTrtError | None = None
         try:
             while self._wait_for_work():
-                self._core.step()
-                self._send_results()
+                # The tokens of a step are sent while the device runs the next one.
+                if not self._core.step(meanwhile=self._send_results) or not self._core.has_work:
+                    self._send_results()
         except PagedTrtError as closed:
             # Somebody else closed the core.
             error = closed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,6 +132,14 @@ class Executor(Protocol):
         Raises:
             ExecutionError: the model failed, or a row that draws has no largest logit.
             ConfigError: a row draws and has no seed.
+        """
+        ...
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work while the device runs the next step, or at once where there is none.
+
+        Args:
+            work: must not raise; the last one counts.
         """
         ...
 

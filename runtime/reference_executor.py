@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -181,6 +181,10 @@ class ReferenceExecutor:
         # The pools were bound first.
         found = binding.get_outputs()[-len(results) :]
         return {name: value.numpy() for name, value in zip(results, found, strict=True)}
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work at once: the host runs the model too."""
+        work()
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.

@@ -112,6 +112,7 @@ class TensorRtExecutor:
         self._make_context = make_context
         self._num_steps = 0
         self._wait_seconds = 0.0
+        self._meanwhile: Callable[[], None] | None = None
         self._problem: str | None = None
         self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
@@ -234,6 +235,10 @@ class TensorRtExecutor:
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
 
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work once the next step is handed over to the device, before the wait for it."""
+        self._meanwhile = work
+
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.
 
@@ -289,6 +294,7 @@ class TensorRtExecutor:
         try:
             self._launch(inputs, step)
             download(step, self._stream)
+            self._work_meanwhile()
             begin = time.perf_counter()
             self._stream.synchronize()
             self._wait_seconds += time.perf_counter() - begin
@@ -297,6 +303,11 @@ class TensorRtExecutor:
             raise
         self._num_steps += 1
         return step
+
+    def _work_meanwhile(self) -> None:
+        work, self._meanwhile = self._meanwhile, None
+        if work is not None:
+            work()
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""
