@@ -160,7 +160,13 @@ def sample(
             f"the sampler takes {MAX_SAMPLED_VOCAB} tokens and the vocabulary has "
             f"{logits.shape[1]}; choose greedily"
         )
-    rows = sample_rows(specs, steps)
+    return sample_by_rows(logits, sample_rows(specs, steps))
+
+
+def sample_by_rows(
+    logits: Array, rows: Sequence[SampleRow]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """As `sample`, of the parameters that the kernel reads."""
     largest = greedy(logits)
     bits = random_bits(
         np.array([row.seed for row in rows], np.uint64), np.array([row.step for row in rows])
