@@ -191,7 +191,7 @@ class ReferenceExecutor:
                 no largest logit.
             ConfigError: a row draws and has no seed.
         """
-        return sampled_on_host(self.step, inputs, rows, specs, steps)
+        return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
 
     def _run(self, inputs: StepInputs) -> dict[str, Array]:
         """One step; its results by name."""

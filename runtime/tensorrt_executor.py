@@ -243,7 +243,7 @@ class TensorRtExecutor:
         """
         sampler = self._sampler
         if sampler is None:
-            return sampled_on_host(self.step, inputs, rows, specs, steps)
+            return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
         with self._alone():
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
