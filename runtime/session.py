@@ -18,6 +18,7 @@ from paged_trt.runtime.results import Generation, SessionStats, StepResult
 from paged_trt.runtime.sampler import greedy
 from paged_trt.runtime.scheduler import StepPlan, plan_step
 from paged_trt.runtime.sequences import LiveSequence, check_prompt
+from paged_trt.runtime.snapshot import PoolSnapshot, take_snapshot
 from paged_trt.runtime.step import StepBuilder
 
 __all__ = ["Generation", "Session", "SessionStats", "StepResult"]
@@ -214,6 +215,11 @@ class Session:
             prefill_steps=self._prefill_steps,
             decode_steps=self._decode_steps,
         )
+
+    def snapshot(self) -> PoolSnapshot:
+        """Who holds which page now, for `runtime.snapshot`."""
+        tokens = {sequence.slot: sequence.past_len for sequence in self._batch}
+        return take_snapshot(self._spec.pool, self._batch.registry, self._batch.table, tokens)
 
     def close(self) -> None:
         """Release all sequences and close the executor; a second call does nothing."""

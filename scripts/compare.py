@@ -15,7 +15,7 @@ from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.comparison import SequenceResult
 from paged_trt.runtime.engine import EXECUTORS
-from paged_trt.scripts.files import write_text
+from paged_trt.scripts.files import require_writable, write_text
 from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 
 EXIT_DIFFERENT = 1
@@ -98,11 +98,7 @@ def command(
       paged-trt compare model.onnx engine
       paged-trt compare model.onnx engine --prompt-lens 127,129 --new-tokens 32 --json out.json
     """
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        # Before the run, not after minutes of it.
-        raise ConfigError(f"{json_file.parent} is no directory; create it first")
-    if json_file is not None and json_file.is_dir():
-        raise ConfigError(f"{json_file} is a directory; pass the name of a file to `--json`")
+    require_writable(json_file, option="--json")
     prompts = _prompts(engine_dir, prompt_lens, texts=texts, ids=ids, chat=chat)
     report = compare_engine(
         model,
