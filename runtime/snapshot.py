@@ -19,7 +19,6 @@ import pydantic
 
 from paged_trt.plugins.errors import ManifestError
 from paged_trt.plugins.kv import KvPoolSpec
-from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.page_table import PageTable
 from paged_trt.runtime.registry import PageRegistry
@@ -146,31 +145,14 @@ class SessionRecorder:
         self._written = time.monotonic()
         self.take: Callable[[], PoolSnapshot] | None = None
 
-    @property
-    def name(self) -> str:
-        """That of the executor."""
-        return self._executor.name
-
-    @property
-    def spec(self) -> EngineSpec:
-        """That of the executor."""
-        return self._executor.spec
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Those of the executor."""
-        return self._executor.notes
-
-    @property
-    def bucketed_shapes(self) -> bool:
-        """That of the executor."""
-        return self._executor.bucketed_shapes
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._executor, name)
+        # Every way to run a step is one.
+        return self._noted(found) if name.startswith("step_") else found
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Run the step, then note who holds which page."""
-        logits = self._executor.step(inputs)
-        if self.take is not None:
-            self._note(_with_tokens(self.take(), inputs))
+        logits: npt.NDArray[Any] = self._noted(self._executor.step)(inputs)
         return logits
 
     def close(self) -> None:
@@ -202,6 +184,15 @@ class SessionRecorder:
         except BaseException:
             Path(staged).unlink(missing_ok=True)
             raise
+
+    def _noted(self, step: Callable[[StepInputs], Any]) -> Callable[[StepInputs], Any]:
+        def run(inputs: StepInputs) -> Any:
+            result = step(inputs)
+            if self.take is not None:
+                self._note(_with_tokens(self.take(), inputs))
+            return result
+
+        return run
 
     def _note(self, snapshot: PoolSnapshot) -> None:
         self._num_steps += 1

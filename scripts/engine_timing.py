@@ -102,16 +102,25 @@ class TimedExecutor:
         self.decode: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+        found = getattr(self._executor, name)
+        # Every way to run a step is one.
+        return self._timed(found) if name.startswith("step_") else found
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Run the step."""
-        begin = time.perf_counter()
-        logits = self._executor.step(inputs)
-        took = MICROSECONDS * (time.perf_counter() - begin)
-        is_decode = len(inputs.input_ids) == len(inputs.past_lens)
-        (self.decode if is_decode else self.prefill).append(took)
+        logits: npt.NDArray[Any] = self._timed(self._executor.step)(inputs)
         return logits
+
+    def _timed(self, step: Callable[[StepInputs], Any]) -> Callable[[StepInputs], Any]:
+        def run(inputs: StepInputs) -> Any:
+            begin = time.perf_counter()
+            result = step(inputs)
+            took = MICROSECONDS * (time.perf_counter() - begin)
+            is_decode = len(inputs.input_ids) == len(inputs.past_lens)
+            (self.decode if is_decode else self.prefill).append(took)
+            return result
+
+        return run
 
 
 def time_steps(

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
 import pytest
 
 from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
-from paged_trt.scripts.cli import COMMANDS, main
+from paged_trt.scripts.cli import COMMANDS, cli, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.readme import render
@@ -62,11 +63,23 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> 
     return text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
+def every_command(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, subcommands of subcommands too."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        yield (*path, name)
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from every_command(command, *path, name)
+
+
+@pytest.mark.parametrize("words", [(), *every_command(cli)], ids=" ".join)
+def test_help_has_an_example(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
-    assert "Example:" in text
+    example = text.split("Example:")[1]
+    # The example is of this very command.
+    assert " ".join(("paged-trt", *words)) in example
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
