@@ -78,6 +78,7 @@ def test_help_has_an_example(words: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
     example = text.split("Example:")[1]
+    assert r"\b" not in text
     # The example is of this very command.
     assert " ".join(("paged-trt", *words)) in example
 
@@ -463,3 +464,27 @@ def test_log_level_is_checked(
 ) -> None:
     monkeypatch.setenv("PAGED_TRT_LOG", "loud")
     assert "loud" in fails(capsys, 2, "inspect", "x")
+
+
+def test_a_wrong_path_is_answered_with_the_right_one(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(code: int, *words: object) -> str:
+        return " ".join(fails(capsys, code, *words).split())
+
+    shutil.copytree(engine, tmp_path / "engine")
+    shutil.copy(engine / "model.onnx", tmp_path / "model.onnx")
+    prompt = ["--input-ids", "1"]
+    assert "did you mean `" in said(4, "run", tmp_path / "engin", *prompt)
+    assert str(tmp_path / "engine") in said(4, "run", tmp_path / "engin", *prompt)
+    assert f"`paged-trt build {model} -o" in said(4, "run", model, *prompt)
+    assert "is a file" in said(4, "inspect", engine / "config.json")
+    assert f"`paged-trt build {model} -o" in said(4, "compare", engine, model)
+    assert "engine directory, built already" in said(2, "explain", engine)
+    assert "engine directory, built already" in said(2, "build", engine, *LIMITS, "--dry-run")
+    assert f"did you mean `{model}`" in said(2, "explain", model.parent)
+    assert f"did you mean `{tmp_path / 'model.onnx'}`" in said(
+        2, "explain", tmp_path / "modle.onnx"
+    )
+    assert f"did you mean `{model}`" in said(2, "compare", model.parent, engine)
+    assert "pass the path of a `.onnx` file" in said(2, "explain", tmp_path / "no" / "x.bin")
