@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import Final
 
-from paged_trt.plugins.attention import AttentionSpec
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, KV_CACHE_DTYPES, DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv import INT32_MAX, KvPoolSpec
@@ -165,6 +165,12 @@ class EngineSpec:
         decode encoding, so a prefill step that would have T == N gets one padding row.
         """
         return max(self.max_num_tokens, self.pool.max_batch_size) + 1
+
+    @property
+    def widest_window(self) -> int:
+        """Window of the layer that sees most; FULL_WINDOW where one layer sees everything."""
+        windows = [layer.window for layer in self.layers]
+        return FULL_WINDOW if FULL_WINDOW in windows else max(windows)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The tensor table: inputs in binding order, then outputs."""

@@ -170,11 +170,18 @@ class StepBuffers:
 
     def _upload_table(self, table: npt.NDArray[np.int32], stream: Stream) -> None:
         sent = self._table_host[: table.size].reshape(table.shape)
-        if self._table_shape == table.shape and np.array_equal(sent, table):
-            return
+        first, end = 0, len(table)
+        if self._table_shape == table.shape:
+            changed = np.flatnonzero((sent != table).any(axis=1))
+            if not len(changed):
+                return
+            first, end = int(changed[0]), int(changed[-1]) + 1
         self._table_shape = None
-        sent[:] = table
-        stream.upload(self._table_device, self._table_host.ctypes.data, table.nbytes)
+        sent[first:end] = table[first:end]
+        # From the first row that changed to the last one, in one copy.
+        rows = sent[first:end]
+        start = rows.ctypes.data - self._table_host.ctypes.data
+        stream.upload(self._table_device + start, rows.ctypes.data, rows.nbytes)
         self.num_table_copies += 1
         self._table_shape = table.shape
 

@@ -130,6 +130,33 @@ class Executor(Protocol):
         """
         ...
 
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages in every layer, before the next step reads them.
+
+        Args:
+            pages: `(source, target)` page ids; no target is a source.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with what no step may read: bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Make what the first steps would make; a server calls it before its first request.
+
+        Raises:
+            ExecutionError: as `step`.
+        """
+        ...
+
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
         ...

@@ -158,6 +158,7 @@ class FakeDriver:
 
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
+    _cuMemcpyDtoDAsync = _copy
 
     def _cuStreamCreate(self, flag: int) -> tuple[Any, ...]:
         self.streams += 1

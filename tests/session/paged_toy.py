@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from paged_trt.plugins.attention import AttentionSpec, Rope
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
@@ -34,6 +35,7 @@ def make_spec(
     capacity: int = 384,
     retained_pages: int = 2,
     max_num_tokens: int = 320,
+    windows: tuple[int, ...] = (FULL_WINDOW,) * LAYERS,
     greedy_in_engine: bool = False,
 ) -> EngineSpec:
     attention = AttentionSpec(
@@ -51,7 +53,7 @@ def make_spec(
             max_kv_cache_capacity=capacity,
             retained_pages=retained_pages,
         ),
-        layers=(attention,) * LAYERS,
+        layers=tuple(dataclasses.replace(attention, window=each) for each in windows),
         activation_dtype=activation,
         kv_cache_dtype=kv or activation,
         vocab_size=VOCAB,
