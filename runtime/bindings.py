@@ -6,7 +6,7 @@ T token rows, N sequence rows, M page-table width.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -125,9 +125,16 @@ class StepBuffers:
         logits = raw.view(dtype.numpy).reshape(rows, vocab)
         return logits.astype(np.float32 if dtype is DType.BFLOAT16 else logits.dtype)
 
-    def put_sample_rows(self, rows: Sequence[SampleRow]) -> None:
-        """Put the sampling parameters of N rows where the next upload takes them along."""
-        block = (SampleRow * len(rows))(*rows)
+    def put_sample_rows(self, num_seqs: int, rows: Mapping[int, SampleRow]) -> None:
+        """Put the sampling parameters of N rows where the next upload takes them along.
+
+        Args:
+            num_seqs: N.
+            rows: those that draw; the others take their largest logit.
+        """
+        block = (SampleRow * num_seqs)()
+        for row, parameters in rows.items():
+            block[row] = parameters
         self._put(self._rows_at, np.frombuffer(bytes(block), np.uint8))
 
     def sample_args(self, num_seqs: int, *, with_logprobs: bool) -> SampleArgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,11 @@ class Executor(Protocol):
         """Whether N and M come from the fixed bucket lists; otherwise they are exact."""
         ...
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether `step_sampled` copies tokens in place of logits."""
+        ...
+
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Append keys and values of T tokens to the pools, attend, and return logits.
 
@@ -127,6 +132,14 @@ class Executor(Protocol):
         Raises:
             ExecutionError: the model failed, or a row that draws has no largest logit.
             ConfigError: a row draws and has no seed.
+        """
+        ...
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work while the device runs the next step, or at once where there is none.
+
+        Args:
+            work: must not raise; the last one counts.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ def record_steps(spec: EngineSpec, scenario: Scenario, *, seed: int) -> list[Ste
         Copies; N and M come from the bucket lists, as a TensorRT engine wants them.
     """
     recorder = _Recorder(spec, seed=seed)
-    PagedGenerator(recorder, seed=seed)(scenario)
+    # Pages hold nothing here that a prefix could be found in.
+    PagedGenerator(recorder, seed=seed, reuses_prefixes=False)(scenario)
     return recorder.steps
 
 
@@ -39,6 +40,7 @@ class _Recorder:
     name = "recorder"
     notes: tuple[str, ...] = ()
     bucketed_shapes = True
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec, *, seed: int) -> None:
         self._spec = spec
@@ -74,6 +76,9 @@ class _Recorder:
         with_logprobs: bool = False,
     ) -> Sampled:
         return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        work()
 
     def warm_up(self) -> None:
         """Nothing is made at a first step."""

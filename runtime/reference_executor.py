@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -108,6 +108,11 @@ class ReferenceExecutor:
         return False
 
     @property
+    def samples_on_device(self) -> bool:
+        """False: the logits are on the host."""
+        return False
+
+    @property
     def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
         return self._scales
@@ -209,6 +214,10 @@ class ReferenceExecutor:
         found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
         self.layer_outputs = found[len(results) :]
         return dict(zip(results, found, strict=False))
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work at once: the host runs the model too."""
+        work()
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.

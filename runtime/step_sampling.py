@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paged_trt.plugins.device import KernelLaunch, Stream
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.args import SampleArgs
-from paged_trt.plugins.launch.sampling import SAMPLE_THREADS, SampleRow, can_sample
+from paged_trt.plugins.launch.sampling import SAMPLE_THREADS, can_sample
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.bindings import StepBuffers
@@ -21,7 +21,6 @@ from paged_trt.runtime.sampler import Sampling, checked_tokens, sample, sample_r
 Array = npt.NDArray[Any]
 Sampled = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 """Tokens and logprobs of the rows that draw."""
-_GREEDY: Final = SampleRow()
 
 
 def samples_on_device(spec: EngineSpec) -> bool:
@@ -112,10 +111,11 @@ class StepSampler:
             steps: likewise.
             with_logprobs: whether somebody asks for them.
         """
-        parameters = [_GREEDY] * len(inputs.past_lens)
-        for row, parameter in zip(rows, sample_rows(specs, steps), strict=True):
-            parameters[row] = parameter
-        self._buffers.put_sample_rows(parameters)
+        # Most rows of most steps are greedy, which a row of zeros says.
+        drawing = [index for index, spec in enumerate(specs) if spec.temperature]
+        drawn = sample_rows([specs[i] for i in drawing], [steps[i] for i in drawing])
+        parameters = {rows[index]: row for index, row in zip(drawing, drawn, strict=True)}
+        self._buffers.put_sample_rows(len(inputs.past_lens), parameters)
         self._with_logprobs = with_logprobs
 
     def download(self, step: StepShape, stream: Stream) -> None:

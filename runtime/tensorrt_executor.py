@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -55,6 +56,7 @@ class ExecutorStats:
         allocations: device and page-locked allocations; all are made at load.
         device_bytes: device memory of pools, step buffers and activations, without weights.
         contexts: execution contexts, one for prefill and one for each bucket of decode steps.
+        wait_seconds: how long steps waited for the device once all of their work was handed over.
     """
 
     steps: int
@@ -67,6 +69,7 @@ class ExecutorStats:
     allocations: int
     device_bytes: int
     contexts: int
+    wait_seconds: float
 
 
 class TensorRtExecutor:
@@ -121,6 +124,8 @@ class TensorRtExecutor:
         self._keep_compiled = keep_compiled
         self._has_new_context = False
         self._num_steps = 0
+        self._wait_seconds = 0.0
+        self._meanwhile: Callable[[], None] | None = None
         self._problem: str | None = None
         self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
@@ -167,6 +172,11 @@ class TensorRtExecutor:
         """True: a CUDA graph fits one (N, M)."""
         return True
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the sampling kernel can read the engine's logits."""
+        return self._sampler is not None
+
     def stats(self) -> ExecutorStats:
         """Counts since the executor was made."""
         return ExecutorStats(
@@ -180,6 +190,7 @@ class TensorRtExecutor:
             allocations=self._arena.num_allocations,
             device_bytes=self._arena.num_bytes,
             contexts=1 + len(self._generation),
+            wait_seconds=self._wait_seconds,
         )
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
@@ -236,6 +247,10 @@ class TensorRtExecutor:
         with self._alone():
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work once the next step is handed over to the device, before the wait for it."""
+        self._meanwhile = work
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.
@@ -333,7 +348,10 @@ class TensorRtExecutor:
         try:
             self._launch(inputs, step)
             download(step, self._stream)
+            self._work_meanwhile()
+            begin = time.perf_counter()
             self._stream.synchronize()
+            self._wait_seconds += time.perf_counter() - begin
         except BaseException as error:
             self._recover(error)
             raise
@@ -347,6 +365,11 @@ class TensorRtExecutor:
         if self._problem is not None:
             raise ExecutionError(f"{self._problem}; load the engine again")
         return self._fixed[name][0]
+
+    def _work_meanwhile(self) -> None:
+        work, self._meanwhile = self._meanwhile, None
+        if work is not None:
+            work()
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""

@@ -131,19 +131,6 @@ def open_engine(
     )
 
 
-def load_sampling_kernel(spec: EngineSpec, arch: str) -> Any:
-    """The sampling kernel of an engine in the current context; None where none reads its logits.
-
-    Raises:
-        UnsupportedError: no compiler is installed.
-        KernelError: it did not compile or load.
-    """
-    if not samples_on_device(spec):
-        return None
-    build = sample_build(spec.logits_dtype, DType.INT64, vocab_size=spec.vocab_size)
-    return KERNELS.load(build, arch)
-
-
 def describe_plan(folder: Path, manifest: EngineManifest, *, ordinal: int = 0) -> dict[str, Any]:
     """What TensorRT says of the plan of an engine directory, whose files were checked.
 
@@ -166,6 +153,19 @@ def describe_plan(folder: Path, manifest: EngineManifest, *, ordinal: int = 0) -
         del engine
         del keep
     return found
+
+
+def load_sampling_kernel(spec: EngineSpec, arch: str) -> Any:
+    """The sampling kernel of an engine in the current context; None where none reads its logits.
+
+    Raises:
+        UnsupportedError: no compiler is installed.
+        KernelError: it did not compile or load.
+    """
+    if not samples_on_device(spec):
+        return None
+    build = sample_build(spec.logits_dtype, DType.INT64, vocab_size=spec.vocab_size)
+    return KERNELS.load(build, arch)
 
 
 def warm_kernels(spec: EngineSpec, arch: str) -> None:

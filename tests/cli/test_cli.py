@@ -417,6 +417,43 @@ def test_bench_e2e_writes_what_the_readme_shows(
     assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
+def test_run_draws_the_same_tokens_from_the_same_seed(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    draws = ["--temperature=2", "--top-k=50", "--top-p=0.99"]
+    for options in (["--seed=1"], ["--seed=1"], ["--seed=2"], []):
+        arguments = ["--input-ids", "1,2", *draws, *options, "--max-new-tokens=12"]
+        assert main(["run", str(engine), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    assert "`top_p` must be over 0" in fails(
+        capsys, 2, "run", engine, "--input-ids", "1", "--top-p=0"
+    )
+
+
+def test_bench_host_times_a_full_batch(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "host.json"
+    options = ["--prompt-len", "12", "--steps", "5", "-o", str(output)]
+    assert main(["bench", "host", str(engine), "--executor=reference", *options]) == 0
+    results = read_results(output)
+    (row,) = results.rows
+    assert (results.kind, row["executor"], row["steps"]) == ("host", "reference", 5)
+    assert 0 < row["runtime_us"] < row["step_us"]
+    assert "host_us" not in row
+    output.unlink()
+    for wrong, words in (
+        (["--batch", "0"], "`--batch` must be from 1"),
+        (["--steps", "1"], "both must be 2 or more"),
+        (["--steps", "100000"], "all fit the engine's"),
+    ):
+        assert words in fails(capsys, 2, "bench", "host", engine, *wrong, "-o", output)
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [(["--gigabytes=0.5"], "under 1.0, one layer"), (["--runs=0"], "x>=1")],
