@@ -53,8 +53,9 @@ class StepPlanner:
     def next(self) -> tuple[StepPlan, PageCopies] | None:
         """A step whose sequences have all the pages that they need; None where none runs."""
         self._admit()
-        self._reuse_more()
         while (plan := self._scheduler.plan(self._batch)) is not None:
+            if plan.is_prefill and self._reuse_more():
+                continue
             try:
                 return plan, self._batch.grow(plan)
             except PagesExhausted as error:
@@ -82,15 +83,18 @@ class StepPlanner:
                 self._counts["prompt_tokens"] += sequence.prompt_len
                 self._counts["cached_tokens"] += sequence.num_cached or 0
 
-    def _reuse_more(self) -> None:
+    def _reuse_more(self) -> bool:
         """Spare the prompts what another one has run since they were admitted."""
+        found = False
         for sequence in self._batch:
             reused = 0 if sequence.decodes else self._batch.reuse_more(sequence)
+            found = found or reused > 0
             # What is run again after a preemption is no prompt.
             if reused and not sequence.num_new_tokens:
                 before = sequence.num_cached or 0
                 sequence.num_cached = min(before + reused, sequence.prompt_len)
                 self._counts["cached_tokens"] += sequence.num_cached - before
+        return found
 
     def _make_room(self, error: PagesExhausted) -> None:
         """Take the pages of the youngest sequence; it is run again later, from its tokens."""
