@@ -1,7 +1,7 @@
 """Text to token ids and back, from the tokenizer files of an engine directory.
 
 No code of the directory is run: `tokenizer.json` is data, and a chat template is rendered in
-a sandbox.
+a sandbox, in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn
 
 import tokenizers
 
-from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, ManifestError
+from paged_trt.runtime.chat_template import render_template
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -115,7 +116,7 @@ class Tokenizer:
                 f"{self._directory} has no chat template; pass a plain prompt, or add "
                 f"{CHAT_TEMPLATE_FILE}"
             )
-        return _render(
+        return render_template(
             template,
             messages=[dict(message) for message in messages],
             add_generation_prompt=True,
@@ -212,25 +213,3 @@ def _refuse(path: Path, name: str, found: object) -> NoReturn:
     raise ManifestError(
         f"{path}: `{name}` is {found!r}, which this tokenizer cannot use; correct the entry"
     )
-
-
-def _render(template: str, **variables: object) -> str:
-    try:
-        import jinja2
-        import jinja2.sandbox
-    except ImportError as error:
-        raise UnsupportedError(
-            'a chat template needs jinja2, which is not installed; `pip install "paged-trt[demo]"`'
-        ) from error
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(template).render(**variables)
-    except Exception as error:  # a template may fail in any way
-        raise ConfigError(
-            f"the chat template failed ({type(error).__name__}: {error}); pass a plain prompt"
-        ) from error
