@@ -235,6 +235,8 @@ def build(arguments: dict[str, Any]) -> Any:
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
+        # It passes texts on: no engine shall wait for a core that it holds.
+        ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=settings.replicas * (settings.max_waiting + 1024),
     )
     return ingress.bind(engines.bind(settings), settings)
