@@ -146,11 +146,10 @@ class Stream:
             "cuMemcpyDtoDAsync",
         )
 
-    def fill(self, target: int, value: int, num_bytes: int) -> None:
-        """Set each byte of device memory."""
+    def fill(self, target: int, num_bytes: int, *, byte: int) -> None:
+        """Set every byte of device memory."""
         check(
-            self._driver.cuMemsetD8Async(target, value, num_bytes, self._stream),
-            "cuMemsetD8Async",
+            self._driver.cuMemsetD8Async(target, byte, num_bytes, self._stream), "cuMemsetD8Async"
         )
 
     def synchronize(self) -> None:

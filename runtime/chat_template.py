@@ -1,121 +1,87 @@
-"""Chat templates, rendered in a child process with limits on time, memory and length."""
+"""Renders chat templates, which are untrusted, in jinja2's sandbox.
+
+`python -m paged_trt.runtime.chat_template` is the process in which a server renders them: the
+sandbox keeps a template from running code, and only a process can be kept from running for ever
+or from taking all memory.
+"""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
-import importlib.util
 import json
-import queue
-import subprocess
+import resource
+import signal
 import sys
-import threading
-from typing import IO, Any, Final, cast
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 
-TIMEOUT_SECONDS: Final = 10.0
-"""Of one rendering; the first one waits for the process as well."""
-MAX_PROMPT_CHARACTERS: Final = 1 << 24
-_MODULE: Final = "paged_trt.runtime.chat_worker"
+MAX_MEMORY_BYTES: Final = 2**30
+"""Address space of the process."""
+MAX_RENDERED_BYTES: Final = 2**25
+"""Longest prompt, as JSON, that the process answers."""
 
 
-def render_template(template: str, **variables: Any) -> str:
-    """A chat template with its variables.
-
-    Args:
-        template: Jinja source.
-        variables: what JSON can hold.
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """Text of a template.
 
     Raises:
-        ConfigError: the template fails, takes too long or needs too much memory.
-        UnsupportedError: jinja2 is not installed.
+        ConfigError: the template fails, or refuses the variables.
+        PackageMissingError: jinja2 is not installed.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        raise UnsupportedError(
+    try:
+        import jinja2
+        import jinja2.sandbox
+    except ImportError as error:
+        raise PackageMissingError(
             'a chat template needs jinja2, which is not installed; `pip install "paged-trt[demo]"`'
-        )
-    answer = _worker().ask({"template": template, "variables": variables})
-    if "error" in answer:
-        raise ConfigError(f"the chat template failed ({answer['error']}); pass a plain prompt")
-    text: str = answer["text"]
-    if len(text) > MAX_PROMPT_CHARACTERS:
+        ) from error
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        # As transformers renders them.
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+    )
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(template).render(**variables)
+    except Exception as error:  # a template may fail in any way
         raise ConfigError(
-            f"the chat template made a prompt of {len(text)} characters, over "
-            f"{MAX_PROMPT_CHARACTERS}; pass a plain prompt"
-        )
-    return text
+            f"the chat template failed ({type(error).__name__}: {error}); pass a plain prompt"
+        ) from error
 
 
-class _Worker:
-    """A child process, started at the first use and again after it was ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        line = json.dumps(request)
-        with self._lock:
-            if self._process is None:
-                self._process = self._start()
-            answer = self._answer(self._process, line)
-            if answer is None:
-                self._end()
-        if answer is None:
-            return {"error": f"no end within {TIMEOUT_SECONDS:.0f} s, or too little memory"}
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
-
-    def _answer(self, process: subprocess.Popen[str], line: str) -> str | None:
-        """One line for one line; None where none comes in time, or the process ended."""
-        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
-
-        def talk() -> None:
-            try:
-                stdin.write(line + "\n")
-                stdin.flush()
-                answers.put(stdout.readline())
-            except (OSError, ValueError):
-                answers.put("")
-
-        threading.Thread(target=talk, daemon=True).start()
-        try:
-            return answers.get(timeout=TIMEOUT_SECONDS) or None
-        except queue.Empty:
-            return None
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            # What was not sent cannot be flushed.
-            with contextlib.suppress(OSError):
-                if stream is not None:
-                    stream.close()
+def _answer(line: str) -> str:
+    order = json.loads(line)
+    # The default action ends the process, whatever it is doing.
+    signal.setitimer(signal.ITIMER_REAL, order["seconds"])
+    try:
+        answer = json.dumps({"text": render(order["template"], order["variables"])})
+        if len(answer) > MAX_RENDERED_BYTES:
+            answer = json.dumps(
+                {
+                    "error": f"the chat template made a prompt of {len(answer)} bytes, over "
+                    f"{MAX_RENDERED_BYTES}; send shorter messages"
+                }
+            )
+    except (ConfigError, MemoryError) as error:
+        answer = json.dumps({"error": str(error) or "the chat template took too much memory"})
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return answer
 
 
-@functools.cache
-def _worker() -> _Worker:
-    worker = _Worker()
-    atexit.register(worker.close)
-    return worker
+def main() -> None:
+    """Answer one line of JSON with one line of JSON, until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        sys.stdout.write(_answer(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ConfigError, ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import (
+    ConfigError,
+    ExecutionError,
+    PackageMissingError,
+    UnsupportedError,
+)
 from paged_trt.runtime.dense_signature import CachePort, DenseSignature
 
 Array = npt.NDArray[Any]
@@ -85,7 +90,7 @@ def open_session(model: Path | bytes) -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             'onnxruntime is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     options = onnxruntime.SessionOptions()

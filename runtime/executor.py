@@ -162,6 +162,14 @@ class Executor(Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Make what the first steps would make; a server calls it before its first request.
+
+        Raises:
+            ExecutionError: as `step`.
+        """
+        ...
+
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
         ...

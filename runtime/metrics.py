@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.errors import PackageMissingError
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.requests import GenerationRequest, TokenEvent
 
@@ -63,7 +63,7 @@ class Metrics:
         registry: where the metrics are registered.
 
     Raises:
-        UnsupportedError: prometheus_client is not installed.
+        PackageMissingError: prometheus_client is not installed.
     """
 
     def __init__(self, core: EngineCore, *, registry: CollectorRegistry | None = None) -> None:
@@ -143,7 +143,7 @@ def _import_client() -> Any:
         import prometheus_client
         import prometheus_client.metrics_core
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "metrics need prometheus_client, which is not installed; "
             '`pip install "paged-trt[serve]"`'
         ) from error

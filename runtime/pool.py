@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -129,7 +129,7 @@ def poison_pages(
     """Fill pages with bytes of 0xFF in every layer."""
     for base, num_bytes in _pages_of_pools(spec, pools):
         for page_id in page_ids:
-            stream.fill(base + page_id * num_bytes, 0xFF, num_bytes)
+            stream.fill(base + page_id * num_bytes, num_bytes, byte=0xFF)
 
 
 def _pages_of_pools(spec: EngineSpec, pools: Addresses) -> list[tuple[int, int]]:
@@ -149,7 +149,23 @@ def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Addr
     addresses = {}
     for index, layer in enumerate(layer_pools(spec)):
         base = arena.allocate(layer.num_bytes, f"the KV pools of layer {index}")
-        stream.fill(base, 0, layer.num_bytes)
+        stream.fill(base, layer.num_bytes, byte=0)
         addresses[layer.key_name] = base
         addresses[layer.value_name] = base + layer.value_offset
     return addresses
+
+
+def download_pages(
+    stream: Stream, spec: EngineSpec, name: str, address: int, pages: Sequence[int]
+) -> npt.NDArray[Any]:
+    """Pages of a pool that lies at `address`, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+    Raises:
+        ExecutionError: the device failed.
+    """
+    pool = next(each for each in spec.pools() if each.name == name)
+    copies = np.empty((len(pages), *map(int, pool.dims[1:])), pool.dtype.numpy)
+    for copy, page in zip(copies, pages, strict=True):
+        stream.download(copy.ctypes.data, address + page * copy.nbytes, copy.nbytes)
+    stream.synchronize()
+    return copies

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, PackageMissingError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -52,6 +52,11 @@ class ReferenceExecutor:
         kv_scales: scales input name -> `[2, num_kv_heads]` float32; needed where the pools
             are quantised.
         notes: what a report must say besides, such as why this executor was chosen.
+        keeps_layers: keep the attention output of each layer after a step.
+
+    Attributes:
+        layer_outputs: those of the last step, `[T, num_q_heads, value_head_dim]` by layer;
+            empty unless `keeps_layers`.
 
     Raises:
         UnsupportedError: onnxruntime is not installed or cannot run the model.
@@ -67,17 +72,20 @@ class ReferenceExecutor:
         *,
         kv_scales: Mapping[str, npt.NDArray[np.float32]] | None = None,
         notes: tuple[str, ...] = (),
+        keeps_layers: bool = False,
     ) -> None:
         self._spec = spec
         runtime = _import_onnxruntime()
-        scales = checked_scales(spec, kv_scales or {})
-        model = open_reference_model(model_path, spec)
+        self._scales = checked_scales(spec, kv_scales or {})
+        model = open_reference_model(model_path, spec, keeps_layers=keeps_layers)
+        self._layer_names = model.layer_names
+        self.layer_outputs: list[Array] = []
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
         self._session: Any = _make_session(runtime, model, model_path)
         # onnxruntime reads and writes these arrays in place.
         self._pools = [_zero_pools(spec), _zero_pools(spec)]
         self._current = 0
-        self._bindings = [self._bind(runtime, index, scales) for index in (0, 1)]
+        self._bindings = [self._bind(runtime, index) for index in (0, 1)]
 
     @property
     def name(self) -> str:
@@ -103,6 +111,30 @@ class ReferenceExecutor:
     def samples_on_device(self) -> bool:
         """False: the logits are on the host."""
         return False
+
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> Array:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        return self.pool(name)[list(pages)]
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for pools in self._pools:
+            for array in pools.values():
+                array.view(np.uint8)[:] = byte
 
     def pool(self, name: str) -> Array:
         """A pool by its input name, as the next step reads it; valid until then.
@@ -159,7 +191,7 @@ class ReferenceExecutor:
                 no largest logit.
             ConfigError: a row draws and has no seed.
         """
-        return sampled_on_host(self.step, inputs, rows, specs, steps)
+        return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
 
     def _run(self, inputs: StepInputs) -> dict[str, Array]:
         """One step; its results by name."""
@@ -168,7 +200,7 @@ class ReferenceExecutor:
         for name, array in self._feeds(inputs).items():
             binding.bind_cpu_input(name, array)
         results = [each.name for each in self._spec.tensors() if each.role is Role.RESULT]
-        for name in results:
+        for name in (*results, *self._layer_names):
             binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(binding)
@@ -179,8 +211,9 @@ class ReferenceExecutor:
             ) from error
         self._current = 1 - self._current
         # The pools were bound first.
-        found = binding.get_outputs()[-len(results) :]
-        return {name: value.numpy() for name, value in zip(results, found, strict=True)}
+        found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
+        self.layer_outputs = found[len(results) :]
+        return dict(zip(results, found, strict=False))
 
     def during_next_step(self, work: Callable[[], None]) -> None:
         """Do some work at once: the host runs the model too."""
@@ -207,6 +240,10 @@ class ReferenceExecutor:
         for array in self._pools[self._current].values():
             array.view(np.uint8)[list(page_ids)] = 0xFF
 
+    def warm_up(self) -> None:
+        """Nothing is left to make: onnxruntime prepared the model when it was loaded."""
+        self._check_open()
+
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
         self._bindings = []
@@ -228,10 +265,10 @@ class ReferenceExecutor:
             feeds[POSITION_IDS] = inputs.position_ids[None]
         return feeds
 
-    def _bind(self, runtime: ModuleType, index: int, scales: Mapping[str, Array]) -> Any:
+    def _bind(self, runtime: ModuleType, index: int) -> Any:
         """Binding that reads the pools of `index` and writes the others."""
         binding = self._session.io_binding()
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             binding.bind_cpu_input(name, array)
         for name, array in self._pools[index].items():
             binding.bind_ortvalue_input(name, _ort_value(runtime, array))
@@ -244,7 +281,7 @@ def _import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "the reference executor needs onnxruntime, which is not installed; "
             '`pip install "paged-trt[compare]"`'
         ) from error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.device import KernelLaunch, Stream
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.args import SampleArgs
 from paged_trt.plugins.launch.sampling import SAMPLE_THREADS, can_sample
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.bindings import StepBuffers
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.sampler import Sampling, checked_tokens, sample, sample_rows
 
 Array = npt.NDArray[Any]
@@ -27,30 +28,53 @@ def samples_on_device(spec: EngineSpec) -> bool:
     return spec.logits_mode is LogitsMode.LAST and can_sample(spec.logits_dtype, spec.vocab_size)
 
 
+def last_token_logits(executor: Executor, inputs: StepInputs, logits: Array) -> Array:
+    """Logits `[N, vocab_size]` of the last token of each sequence row.
+
+    Args:
+        executor: what gave them.
+        inputs: of the step.
+        logits: what `executor.step` gave.
+
+    Raises:
+        ExecutionError: they have another shape than the engine says.
+    """
+    spec = executor.spec
+    is_last = spec.logits_mode is LogitsMode.LAST
+    rows = len(inputs.past_lens) if is_last else len(inputs.input_ids)
+    if logits.shape != (rows, spec.vocab_size):
+        raise ExecutionError(
+            f"the {executor.name} executor gave logits of shape {list(logits.shape)}, expected "
+            f"{[rows, spec.vocab_size]}; rebuild the engine with `paged-trt build`"
+        )
+    return logits if is_last else logits[np.maximum(inputs.query_start_offsets[1:] - 1, 0)]
+
+
 def sampled_on_host(
-    step: Callable[[StepInputs], Array],
+    executor: Executor,
     inputs: StepInputs,
     rows: Sequence[int],
     specs: Sequence[Sampling],
     steps: Sequence[int],
+    *,
+    with_logprobs: bool = False,
 ) -> Sampled:
     """Run a step and draw from its logits in NumPy: the same tokens as the kernel.
 
     Args:
-        step: runs the model, as `Executor.step`.
+        executor: runs the model.
         inputs: of the step.
         rows: sequence rows that draw.
         specs: how each of them draws.
         steps: index of the token that each of them draws.
+        with_logprobs: as in `sample`.
 
     Raises:
         ExecutionError: the model failed, or a row has no largest logit.
+        ConfigError: a row draws and has no seed.
     """
-    logits = step(inputs)
-    # Logits of all tokens have a row per token, the others one per sequence.
-    is_all = len(logits) != len(inputs.past_lens)
-    picked = inputs.query_start_offsets[1:][rows] - 1 if is_all else np.asarray(rows, np.int64)
-    return sample(logits[picked], specs, steps)
+    logits = last_token_logits(executor, inputs, executor.step(inputs))
+    return sample(logits[list(rows)], specs, steps, with_logprobs=with_logprobs)
 
 
 class StepSampler:

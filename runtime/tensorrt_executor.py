@@ -15,14 +15,23 @@ import numpy.typing as npt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools, copy_pages, poison_pages
+from paged_trt.runtime.pool import (
+    DeviceArena,
+    allocate_pools,
+    copy_pages,
+    download_pages,
+    layer_pools,
+    poison_pages,
+)
 from paged_trt.runtime.sampler import Sampling
 from paged_trt.runtime.step_sampling import Sampled, StepSampler, sampled_on_host
 
@@ -80,6 +89,7 @@ class TensorRtExecutor:
         keep: what must outlive the engine, such as the runtime that made it.
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
+        keep_compiled: called after a step for which TensorRT may have compiled kernels.
         uses_graphs: replay decode steps as CUDA graphs.
         sampling_kernel: the loaded kernel; None draws on the host.
 
@@ -102,14 +112,17 @@ class TensorRtExecutor:
         make_context: Callable[[Any, int], Any] = lambda engine, _: (
             engine.create_execution_context()
         ),
+        keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
         sampling_kernel: Any = None,
     ) -> None:
-        scales = checked_scales(spec, kv_scales or {})
+        self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
         self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
         self._make_context = make_context
+        self._keep_compiled = keep_compiled
+        self._has_new_context = False
         self._num_steps = 0
         self._wait_seconds = 0.0
         self._meanwhile: Callable[[], None] | None = None
@@ -120,7 +133,7 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings(scales)
+            self._fixed = self._fixed_bindings()
             self._buffers = StepBuffers(self._arena, spec)
             self._sampler = (
                 None
@@ -230,7 +243,7 @@ class TensorRtExecutor:
         """
         sampler = self._sampler
         if sampler is None:
-            return sampled_on_host(self.step, inputs, rows, specs, steps)
+            return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
         with self._alone():
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
@@ -256,6 +269,47 @@ class TensorRtExecutor:
         """
         with self._alone():
             poison_pages(self._spec, self._pools, page_ids, self._stream)
+
+    def warm_up(self) -> None:
+        """Make what steps make when they are first needed: contexts, their kernels and graphs.
+
+        One step of padding for prefill and for each (N, M) bucket of decode. A server calls it
+        before its first request: then no request waits for a compiler, and memory that runs out
+        runs out now.
+
+        Raises:
+            ExecutionError: as `step`.
+        """
+        pool = self._spec.pool
+        self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
+        for num_seqs in power_of_two_buckets(pool.max_batch_size):
+            for width in table_width_buckets(pool):
+                self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> npt.NDArray[Any]:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            return download_pages(self._stream, self._spec, name, self._address(name), pages)
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            for layer in layer_pools(self._spec):
+                self._stream.fill(self._address(layer.key_name), layer.num_bytes, byte=byte)
+            self._stream.synchronize()
 
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
@@ -301,8 +355,16 @@ class TensorRtExecutor:
         except BaseException as error:
             self._recover(error)
             raise
+        if self._has_new_context:
+            self._has_new_context = False
+            self._keep_compiled()
         self._num_steps += 1
         return step
+
+    def _address(self, name: str) -> int:
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        return self._fixed[name][0]
 
     def _work_meanwhile(self) -> None:
         work, self._meanwhile = self._meanwhile, None
@@ -347,7 +409,7 @@ class TensorRtExecutor:
         except ExecutionError as lost:
             self._problem = f"the device was lost in a step ({error}; then {lost})"
 
-    def _fixed_bindings(self, scales: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Binding]:
+    def _fixed_bindings(self) -> dict[str, Binding]:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
@@ -355,7 +417,7 @@ class TensorRtExecutor:
         for name, address in self._pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             address = self._arena.allocate(array.nbytes, f"`{name}`")
             host = self._arena.allocate_pinned(array.nbytes)
             host[:] = array.reshape(-1).view(np.uint8)
@@ -381,13 +443,19 @@ class TensorRtExecutor:
                 raise self._error(f"TensorRT refused profile {profile}")
             self._stream.synchronize()
         context.set_device_memory(self._scratch, self._scratch_bytes)
+        self._has_new_context = True
         return BoundContext(context, self._fixed)
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
-        parts = [problem, *([] if cause is None else [str(cause)])]
-        tail = self._lines.tail()
-        error = ExecutionError(
-            ": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else "")
-        )
-        error.__cause__ = cause
-        return error
+        return tensorrt_error(ExecutionError, problem, log=self._lines.tail(), cause=cause)
+
+
+def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:
+    """A step without a token of any sequence: it writes no page and its logits mean nothing."""
+    return StepInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        position_ids=np.zeros(num_tokens, np.int64),
+        page_table=np.full((num_seqs, width), UNUSED_PAGE_ENTRY, np.int32),
+        query_start_offsets=np.zeros(num_seqs + 1, np.int32),
+        past_lens=np.zeros(num_seqs, np.int32),
+    )

@@ -1,7 +1,7 @@
 """Text to token ids and back, from the tokenizer files of an engine directory.
 
 No code of the directory is run: `tokenizer.json` is data, and a chat template is rendered in
-a sandbox, in a process of its own.
+a sandbox.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Final, NoReturn
 
 import tokenizers
 
-from paged_trt.plugins.errors import ConfigError, ManifestError
-from paged_trt.runtime.chat_template import render_template
+from paged_trt.plugins.errors import ConfigError, ManifestError, SequenceError
+from paged_trt.runtime.chat_template import render
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -82,7 +82,18 @@ class Tokenizer:
             text: what to encode.
             add_special_tokens: let the tokenizer add its beginning-of-text token. False for
                 the result of `chat_prompt`, which holds them already.
+
+        Raises:
+            SequenceError: the text holds half a character of UTF-16, as bytes that are no text
+                become.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SequenceError(
+                f"the prompt holds bytes that are no UTF-8 text: {error}; encode it as UTF-8, or "
+                "pass token ids"
+            ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -96,35 +107,12 @@ class Tokenizer:
         return TextStream(self)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` works."""
-        return self._template() is not None
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Prompt text of a conversation, ready for the answer.
-
-        Args:
-            messages: dicts of `role` and `content`.
+    def chat_template(self) -> str | None:
+        """Source of the chat template, untrusted; None where the model has none.
 
         Raises:
-            ConfigError: the model has no chat template, or its template refuses the messages.
-            UnsupportedError: jinja2 is not installed.
+            ManifestError: a file holds something else in its place.
         """
-        template = self._template()
-        if template is None:
-            raise ConfigError(
-                f"{self._directory} has no chat template; pass a plain prompt, or add "
-                f"{CHAT_TEMPLATE_FILE}"
-            )
-        return render_template(
-            template,
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=True,
-            bos_token=self._special_token("bos_token") or "",
-            eos_token=self._special_token("eos_token") or "",
-        )
-
-    def _template(self) -> str | None:
         path = self._directory / CHAT_TEMPLATE_FILE
         if path.is_file():
             return _read_text(path)
@@ -136,6 +124,40 @@ class Tokenizer:
         if found is not None and not isinstance(found, str):
             _refuse(self._directory / TOKENIZER_CONFIG_FILE, "chat_template", found)
         return found
+
+    def chat_variables(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """What the chat template reads to render a conversation, ready for the answer.
+
+        Args:
+            messages: dicts of `role` and `content`.
+        """
+        return {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": True,
+            "bos_token": self._special_token("bos_token") or "",
+            "eos_token": self._special_token("eos_token") or "",
+        }
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Prompt text of a conversation, ready for the answer.
+
+        The template runs in this process without a limit of time; a server takes
+        `TemplateProcess`.
+
+        Args:
+            messages: dicts of `role` and `content`.
+
+        Raises:
+            ConfigError: the model has no chat template, or its template refuses the messages.
+            UnsupportedError: jinja2 is not installed.
+        """
+        template = self.chat_template
+        if template is None:
+            raise ConfigError(
+                f"{self._directory} has no chat template; pass a plain prompt, or add "
+                f"{CHAT_TEMPLATE_FILE}"
+            )
+        return render(template, self.chat_variables(messages))
 
     def _special_token(self, name: str) -> str | None:
         found = self._config.get(name)

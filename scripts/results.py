@@ -38,7 +38,16 @@ class Results(pydantic.BaseModel):
 
     schema_version: Literal[1] = pydantic.Field(default=1, alias="schema")
     kind: Literal[
-        "decode", "prefill", "append", "engine", "serve", "host", "e2e", "gpu-matrix", "rewrite"
+        "decode",
+        "prefill",
+        "append",
+        "engine",
+        "serve",
+        "host",
+        "e2e",
+        "gpu-matrix",
+        "rewrite",
+        "sanitizer",
     ]
     commit: str
     date: datetime.date

@@ -126,6 +126,9 @@ class FakeContext:
             if tensor.role is Role.RESULT:
                 array = results[tensor.name].astype(tensor.dtype.numpy)
                 ctypes.memmove(addresses[tensor.name], array.ctypes.data, array.nbytes)
+        for tensor in self.spec.pools():
+            pool = self.engine.reference.pool(tensor.name)
+            ctypes.memmove(addresses[tensor.name], pool.ctypes.data, pool.nbytes)
 
 
 def read_memory(address: int, dims: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -89,5 +89,8 @@ class HistoryExecutor:
     def poison_pages(self, page_ids: Sequence[int]) -> None:
         self.pool[list(page_ids)] = -1
 
+    def warm_up(self) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True

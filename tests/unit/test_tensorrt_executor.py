@@ -478,3 +478,29 @@ def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriv
             found = read_memory(address, dims, array.dtype)
             assert np.array_equal(found.reshape(array.shape), array), name
     assert bindings["position_ids"][1] == bindings["input_ids"][1] == (1, tokens)
+
+
+def test_a_warm_executor_makes_nothing_more_in_its_steps(open_fake: Open) -> None:
+    kept: list[int] = []
+    executor, _ = open_fake(keep_compiled=lambda: kept.append(executor.stats().contexts))
+    executor.warm_up()
+    warm = executor.stats()
+    assert warm.graph_captures == warm.contexts - 1 > 3
+    # After each context, and not before its first step: then there is something to keep.
+    assert kept == list(range(1, warm.contexts + 1))
+    with Session(executor) as session:
+        session.generate(PROMPTS, 8)
+        stats = executor.stats()
+    assert stats.graph_replays > 3
+    assert (stats.contexts, stats.graph_captures) == (warm.contexts, warm.graph_captures)
+    assert len(kept) == warm.contexts
+
+
+def test_a_warm_up_changes_no_token(open_fake: Open) -> None:
+    executor, _ = open_fake()
+    with Session(executor) as session:
+        expected = session.generate(PROMPTS, 8)
+    warm, _ = open_fake()
+    warm.warm_up()
+    with Session(warm) as session:
+        assert session.generate(PROMPTS, 8) == expected
