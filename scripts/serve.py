@@ -116,7 +116,13 @@ def command(
             max_waiting=max_waiting,
             template_seconds=template_seconds,
         )
-        app = make_app(service, key=key, max_body_bytes=max_body_bytes, drain_seconds=drain_seconds)
+        app = make_app(
+            service,
+            key=key,
+            is_local=key is None and not allow_anyone,
+            max_body_bytes=max_body_bytes,
+            drain_seconds=drain_seconds,
+        )
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}"
         run_server(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
 import logging
 import time
@@ -20,12 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_trt.scripts.server.answers import Answer, ChatAnswer, CompletionAnswer
 from paged_trt.scripts.server.failures import SERVER_ERROR, ApiError
+from paged_trt.scripts.server.gate import Gate, refusal
 from paged_trt.scripts.server.pieces import Piece, Started
 from paged_trt.scripts.server.protocol import ChatCompletionRequest, CompletionRequest
 from paged_trt.scripts.server.service import Service
 
 DEFAULT_MAX_BODY_BYTES: Final = 4 * 2**20
-_HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 _LOG: Final = logging.getLogger("paged_trt")
 _Items = AsyncGenerator[Started | Piece, None]
 
@@ -34,6 +32,7 @@ def make_app(
     service: Service,
     *,
     key: str | None,
+    is_local: bool = False,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     drain_seconds: float = 0.0,
 ) -> ASGIApp:
@@ -42,6 +41,7 @@ def make_app(
     Args:
         service: answers; the app closes it when it ends.
         key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
+        is_local: take only requests to this machine's own names, such as localhost.
         max_body_bytes: longest request body.
         drain_seconds: time that open requests have to end when the app ends.
     """
@@ -97,52 +97,7 @@ def make_app(
     app.add_api_route("/v1/models/{name:path}", model)
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
-    return Gate(app, key=key, max_body_bytes=max_body_bytes)
-
-
-class Gate:
-    """Lets requests with the key, and without too long a body, reach the app; `/health` is open.
-
-    It looks at the headers alone. The app itself counts the bytes of a body whose length they
-    do not tell.
-
-    Args:
-        app: what is guarded.
-        key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
-        max_body_bytes: longest request body.
-    """
-
-    def __init__(self, app: ASGIApp, *, key: str | None, max_body_bytes: int) -> None:
-        self._app = app
-        self._digest = None if key is None else _digest(b"Bearer " + key.encode())
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or pass it on."""
-        if scope["type"] == "http" and scope["path"] != "/health":
-            error = self._error(dict(scope["headers"]))
-            if error is not None:
-                await _refusal(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _error(self, headers: dict[bytes, bytes]) -> ApiError | None:
-        found = _digest(headers.get(b"authorization", b""))
-        # Digests have one length: the time says nothing of the key's.
-        if self._digest is not None and not hmac.compare_digest(found, self._digest):
-            return ApiError(
-                401,
-                "the API key is missing or wrong; send `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-            )
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            return ApiError(
-                413,
-                f"the body has {int(length)} bytes and this server takes {self._max_body_bytes}; "
-                "shorten it, or serve with a larger `--max-body-bytes`",
-            )
-        return None
+    return Gate(app, key=key, is_local=is_local, max_body_bytes=max_body_bytes)
 
 
 class EventStream(StreamingResponse):
@@ -232,10 +187,6 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()
-
-
 def _model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "paged-trt"}
 
@@ -252,11 +203,7 @@ def _require_model(service: Service, name: str) -> None:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101 - it is registered for this class
-    return _refusal(error)
-
-
-def _refusal(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
+    return refusal(error)
 
 
 async def _refuse_body(_: Request, error: Exception) -> Response:

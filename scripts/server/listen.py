@@ -57,7 +57,7 @@ def check_reach(host: str, *, key: str | None, allows_anyone: bool) -> None:
     Raises:
         ConfigError: `host` is no loopback address, and there is no key.
     """
-    if key is None and not allows_anyone and not _is_loopback(host):
+    if key is None and not allows_anyone and not is_loopback(host):
         raise ConfigError(
             f"`--host {host}` lets other machines in and there is no API key; pass "
             "`--api-key-file` or `--api-key-env`, or `--allow-anyone` if something else keeps "
@@ -145,7 +145,8 @@ class _DrainingServer(uvicorn.Server):
         await closing
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own to itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

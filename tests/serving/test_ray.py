@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,9 @@ for name in ("ray.serve", "fastapi", "uvicorn", "prometheus_client", "jinja2", "
 import openai
 import ray
 from ray import serve
-from serving.toy_server import MODEL, wait_until, write_toy_engine
+from serving.toy_server import MODEL, greedy_texts, wait_until, write_toy_engine
 
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
-from paged_trt.runtime.engine import load_engine
-from paged_trt.runtime.session import Session
-from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.server.ray_app import build, prefix_router
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,13 +78,8 @@ def test_two_replicas_give_what_a_session_generates(
 ) -> None:
     deployments = serve.status().applications["llm"].deployments
     assert sum(deployments["engine"].replica_states.values()) == 2
-    tokenizer = Tokenizer(engine_dir)
     prompts = [f"prompt {index}" for index in range(6)]
-    with Session(load_engine(engine_dir, "reference")) as session:
-        expected = [
-            tokenizer.decode(session.generate([tokenizer.encode(prompt)], 12)[0].tokens)
-            for prompt in prompts
-        ]
+    expected = greedy_texts(engine_dir, prompts, 12)
     options: Any = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     for prompt, text in zip(prompts, expected, strict=True):
         whole = client.completions.create(prompt=prompt, **options)
@@ -155,3 +148,22 @@ def test_a_prompt_goes_where_its_beginning_was(client: openai.OpenAI) -> None:
 def test_arguments_that_cannot_work_are_named(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(arguments)
+
+
+def test_an_application_that_is_taken_down_lets_its_requests_end(
+    client: openai.OpenAI, engine_dir: Path
+) -> None:
+    """The last one of this file, for nothing is served after it."""
+    stream = iter(
+        client.completions.create(
+            model=MODEL, prompt="the long way", max_tokens=400, temperature=0, stream=True
+        )
+    )
+    text = next(stream).choices[0].text
+    deleting = threading.Thread(target=serve.delete, args=("llm",))
+    deleting.start()
+    chunks = list(stream)
+    deleting.join(60)
+    text += "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == greedy_texts(engine_dir, ["the long way"], 400)[0]
+    assert chunks[-1].choices[0].finish_reason == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -148,6 +149,19 @@ def test_a_taken_port_is_named(engine_dir: Path, capsys: pytest.CaptureFixture[s
         port = taken.getsockname()[1]
         assert main(["serve", str(engine_dir), f"--port={port}", "--executor=reference"]) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
+    )
+    assert main(["serve", str(engine_dir), "--executor=reference"]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "serving needs uvicorn, which this environment lacks" in text
+    assert "paged-trt[serve]" in text
 
 
 def test_an_engine_without_a_tokenizer_is_refused(

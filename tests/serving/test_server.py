@@ -49,7 +49,8 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serve(tokenizer_dir: Path) -> Callable[..., ToyServer]:
     def make(text: str = TEXT, *, key: str | None = None, **options: Any) -> ToyServer:
-        app = {name: options.pop(name) for name in ("max_body_bytes",) if name in options}
+        names = {"max_body_bytes", "is_local"} & options.keys()
+        app = {name: options.pop(name) for name in names}
         return ToyServer(reciting(text, tokenizer_dir, **options), key=key, **app)
 
     return make
@@ -145,6 +146,21 @@ def test_a_key_is_asked_for_everywhere_but_for_health(serve: Callable[..., ToySe
             assert answer["error"]["code"] == "invalid_api_key"
             assert headers["WWW-Authenticate"] == "Bearer"
         assert request(server, "/health")[0] == 200
+
+
+def test_a_page_in_a_browser_reaches_no_server_without_a_key(
+    serve: Callable[..., ToyServer],
+) -> None:
+    with serve(is_local=True) as server:
+        for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+            assert request(server, "/v1/models", headers={"Host": host})[0] == 200
+        for host in ("evil.example", "localhost.evil.example:8000", "[::1", "192.0.2.1", ""):
+            status, answer, _ = request(server, "/v1/models", headers={"Host": host})
+            assert status == 403, host
+            assert answer["error"]["code"] == "host_not_allowed"
+        # What a page may send to another site without being asked is no JSON.
+        plain = {"Content-Type": "text/plain"}
+        assert request(server, body=json.dumps(ASK).encode(), headers=plain)[0] == 400
 
 
 @pytest.mark.parametrize(
