@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.comparison import SequenceResult
-from paged_trt.runtime.same_model_report import TOKEN_LIMIT, SameModelReport, TensorResult
+from paged_trt.runtime.same_model_report import SameModelReport, TensorResult
 from paged_trt.scripts.error_output import plain
 
 
@@ -149,7 +149,7 @@ def sequence_cells(result: SequenceResult) -> tuple[str, ...]:
 
 def layer_cells(result: TensorResult) -> tuple[str, ...]:
     """Cells of a tensor: name, error, limit, error of the worst token, limit, step."""
-    numbers = (result.error, result.limit, result.token_error, TOKEN_LIMIT)
+    numbers = (result.error, result.limit, result.token_error, result.token_limit)
     return (result.name, *(f"{number:.3g}" for number in numbers), str(result.step))
 
 
