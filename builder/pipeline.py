@@ -187,12 +187,15 @@ def _page_plan(
         * spec.kv_cache_dtype.itemsize,
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
-        workspace_bytes=max(_workspace_bytes(spec, _explicit_plan(request.config))),
+        workspace_bytes=max(workspace_bounds(spec, _explicit_plan(request.config))),
     )
 
 
-def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
-    """Bound of each layer; TensorRT lets layers share one workspace."""
+def workspace_bounds(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
+    """Bytes of attention workspace that no step passes, for each layer.
+
+    TensorRT lets layers share one workspace: an engine needs the largest.
+    """
     planner = PolicyPlanner(explicit=explicit)
     step = StepShape(
         num_tokens=spec.max_token_rows,

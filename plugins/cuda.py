@@ -73,7 +73,13 @@ def compile_cubin(
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", options)
-        binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        try:
+            binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        finally:
+            program.close()
+            # The frames of an error would keep it: one that the garbage collector takes apart
+            # prints a traceback of its own (cuda-core 1.2).
+            del program
     except Exception as error:  # cuda.core has no public base class for NVRTC's errors
         raise KernelCompileError(f"NVRTC refused a kernel for {arch}: {error}") from error
     names = {
@@ -218,8 +224,11 @@ def _attributes(ordinal: int) -> tuple[str, int]:
 
 
 def _no_device(error: Exception) -> DeviceMissingError:
+    # The bindings' own message is about their search for libraries.
+    is_missing = type(error).__name__ == "DynamicLibNotFoundError"
+    reason = "there is no NVIDIA driver: libcuda is not found" if is_missing else str(error)
     return DeviceMissingError(
-        f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
+        f"no CUDA device can be used ({reason}); run this on a machine with an NVIDIA driver"
     )
 
 

@@ -6,6 +6,26 @@ import os
 import tempfile
 from pathlib import Path
 
+from paged_trt.plugins.errors import ConfigError
+
+
+def require_writable(path: Path | None, *, option: str) -> None:
+    """Refuse a file that cannot be written before the work is done, not after.
+
+    Args:
+        path: file to be written; None is nothing to check.
+        option: what named it.
+
+    Raises:
+        ConfigError: its folder is missing, or it is a folder itself.
+    """
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent} is no directory; create it first")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; pass the name of a file to `{option}`")
+
 
 def write_text(path: Path, text: str) -> None:
     """As `write_bytes`, in UTF-8.

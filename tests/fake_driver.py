@@ -18,8 +18,13 @@ SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
 class Function:
     """A loaded kernel: its argument struct tells how to read a launch."""
 
-    def __init__(self, name: str, struct: type[ctypes.Structure] | None = None) -> None:
-        self.name, self.struct = name, struct
+    def __init__(
+        self,
+        name: str,
+        struct: type[ctypes.Structure] | None = None,
+        run: Callable[[dict[str, Any]], None] = lambda args: None,
+    ) -> None:
+        self.name, self.struct, self.run = name, struct, run
 
 
 class Launched:
@@ -203,7 +208,9 @@ class FakeDriver:
     def _cuLaunchKernelEx(
         self, config: Any, function: Function, parameters: int, extra: int
     ) -> tuple[Any, ...]:
-        self.launches.append(Launched(config, function, parameters))
+        launched = Launched(config, function, parameters)
+        self.launches.append(launched)
+        self.perform(lambda: function.run(launched.args))
         return (SUCCESS,)
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
     pytest.importorskip(name, reason=f"{name} of the extra `serve` or the group `test` is missing")
 
+import httpx2
 import openai
-from serving.toy_server import MODEL, write_toy_engine
+from serving.toy_server import MODEL, greedy_texts, write_toy_engine
 
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.server.listen import check_reach, read_key
@@ -74,19 +76,35 @@ def test_a_signal_lets_open_requests_end(
         serving(engine_dir, f"--drain-seconds={drain}") as (process, url),
         client_of(url) as client,
     ):
-        whole = client.completions.create(**ASK, max_tokens=300).choices[0].text
-        stream = client.completions.create(**ASK, max_tokens=300, stream=True)
+        # What is not waited for must be long enough not to end by itself.
+        ask = {**ASK, "max_tokens": 80 if drain else 480}
+        stream = client.completions.create(**ask, stream=True)
         text = next(iter(stream)).choices[0].text
         process.send_signal(number)
         if drain:
-            text += "".join(chunk.choices[0].text for chunk in stream)
-            assert text == whole
+            chunks = list(stream)
+            text += "".join(chunk.choices[0].text for chunk in chunks)
+            assert text == greedy_texts(engine_dir, [ask["prompt"]], 80)[0]
+            assert chunks[-1].choices[0].finish_reason == "length"
         else:
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)
         assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_interrupt_does_not_wait(engine_dir: Path) -> None:
+    with serving(engine_dir, "--drain-seconds=60") as (process, url), client_of(url) as client:
+        stream = iter(client.completions.create(**ASK, max_tokens=500, stream=True))
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        # Two signals that are sent at once may arrive as one.
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises((openai.APIError, httpx2.HTTPError)):
+            list(stream)
+        assert process.wait(30) == 0
 
 
 def test_the_key_comes_from_a_variable_that_the_user_names(engine_dir: Path) -> None:
