@@ -19,6 +19,7 @@ from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv_scales import read_scales_file, require_scales
+from paged_trt.plugins.launch.explicit import require_affordable
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AUTO, AttentionPlan, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -192,25 +193,30 @@ def _page_plan(
 
 
 def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
-    """Bound of each layer; TensorRT lets layers share one workspace."""
-    planner = PolicyPlanner(explicit=explicit)
+    """Bound of each layer; TensorRT lets layers share one workspace.
+
+    Raises:
+        ConfigError: the explicit plan needs too much of it.
+    """
     step = StepShape(
         num_tokens=spec.max_token_rows,
         num_seqs=spec.pool.max_batch_size,
         table_width=spec.pool.max_pages_per_seq,
     )
-    return [
-        planner.workspace_bytes(
-            AttentionPlanRequest(
-                arch=None,
-                attention=layer,
-                activation_dtype=spec.activation_dtype,
-                kv_cache_dtype=spec.kv_cache_dtype,
-                step=step,
-            )
+    requests = [
+        AttentionPlanRequest(
+            arch=None,
+            attention=layer,
+            activation_dtype=spec.activation_dtype,
+            kv_cache_dtype=spec.kv_cache_dtype,
+            step=step,
         )
         for layer in spec.layers
     ]
+    if explicit is not None:
+        require_affordable(explicit, requests)
+    planner = PolicyPlanner(explicit=explicit)
+    return [planner.workspace_bytes(request) for request in requests]
 
 
 def _require_onnx_target(path: Path) -> None:

@@ -139,6 +139,13 @@ class Stream:
             "cuMemcpyDtoHAsync",
         )
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy on the device; the two blocks do not overlap."""
+        check(
+            self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream),
+            "cuMemcpyDtoDAsync",
+        )
+
     def fill_zero(self, target: int, num_bytes: int) -> None:
         """Set device memory to zero."""
         check(self._driver.cuMemsetD8Async(target, 0, num_bytes, self._stream), "cuMemsetD8Async")

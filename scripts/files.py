@@ -6,6 +6,20 @@ import os
 import tempfile
 from pathlib import Path
 
+from paged_trt.plugins.errors import ConfigError
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a place for a report before the work, not after minutes of it.
+
+    Raises:
+        ConfigError: there is no such directory, or the file is one.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent} is no directory; create it first")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; pass the name of a file")
+
 
 def write_text(path: Path, text: str) -> None:
     """Write beside the place, then rename: a reader never sees half of it.

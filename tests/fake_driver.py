@@ -61,6 +61,10 @@ class FakeDriver:
         self.graphs = 0
         self.memory_bytes = memory_bytes
         self.recording: list[Callable[[], None]] | None = None
+        self.events = 0
+        self.marks: dict[int, float] = {}
+        self.clock_us = 0.0
+        self.launch_us: Callable[[Launched], float] = lambda launched: 1.0
 
     def CUlaunchConfig(self) -> Any:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
@@ -151,6 +155,23 @@ class FakeDriver:
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
 
+    _cuMemcpyDtoDAsync = _copy
+
+    def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        self.events += 1
+        return SUCCESS, self.events
+
+    def _cuEventDestroy(self, event: int) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        assert self.recording is None
+        self.marks[event] = self.clock_us
+        return (SUCCESS,)
+
+    def _cuEventElapsedTime(self, begin: int, end: int) -> tuple[Any, ...]:
+        return SUCCESS, (self.marks[end] - self.marks[begin]) / 1e3
+
     def _cuStreamCreate(self, flag: int) -> tuple[Any, ...]:
         self.streams += 1
         return SUCCESS, 5
@@ -199,7 +220,13 @@ class FakeDriver:
     def _cuLaunchKernelEx(
         self, config: Any, function: Function, parameters: int, extra: int
     ) -> tuple[Any, ...]:
-        self.launches.append(Launched(config, function, parameters))
+        launched = Launched(config, function, parameters)
+
+        def work() -> None:
+            self.launches.append(launched)
+            self.clock_us += self.launch_us(launched)
+
+        self.perform(work)
         return (SUCCESS,)
 
 

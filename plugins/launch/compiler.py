@@ -117,7 +117,7 @@ class KernelCompiler:
         self._directory = directory
         # Machine code that is going to run: nobody else may write it.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_private(directory)
+        require_private(directory)
         return directory
 
     def _key(self, source: str, name_expression: str, arch: str) -> str:
@@ -152,8 +152,8 @@ class KernelCompiler:
         )
 
 
-def _require_private(directory: Path) -> None:
-    """Refuse a directory in which any other user could leave machine code.
+def require_private(directory: Path) -> None:
+    """Refuse a directory in which any other user could leave what this process runs.
 
     Its group is trusted: on many systems every user has a group of their own.
 

@@ -19,6 +19,7 @@ from paged_trt.plugins.launch.kernels_decode import (
 )
 from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.tuned import NO_TUNED_PLANS, TunedPlans
 
 USUAL_MULTIPROCESSORS: Final = 132
 """Of an H100 or H200; taken where the device is not known."""
@@ -27,16 +28,19 @@ MOST_MULTIPROCESSORS: Final = 256
 DIRECT_FACTOR: Final = 1.5
 """Blocks per multiprocessor from which a direct decode reads as fast as a split one (measured
 on an H200: 200 blocks on 132 multiprocessors)."""
+MOST_PARTITIONS: Final = 64
+"""More are slower to merge than they are to read."""
 DIRECT_TOKENS: Final = 512
 """So few keys are read faster than a merge kernel starts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttention:
-    """A plan and who chose it."""
+    """A plan, who chose it, and why, in words."""
 
     plan: AttentionPlan
     source: PlanSource
+    reason: str
 
 
 class Planner(Protocol):
@@ -51,31 +55,40 @@ class Planner(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyPlanner:
-    """Follows an explicit policy where there is one, and shapes otherwise.
+    """Follows an explicit policy, else what was measured on this device, else shapes.
 
     Attributes:
-        explicit: the user's plan; None leaves the choice to the planner.
+        explicit: the user's plan, which switches tuning off; None leaves the choice open.
+        tuned: plans that `paged-trt tune` measured on this device.
     """
 
     explicit: AttentionPlan | None
+    tuned: TunedPlans = NO_TUNED_PLANS
 
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The explicit plan, else the heuristic's; pure."""
+        """The explicit plan, else the tuned one, else the heuristic's; pure."""
         if self.explicit is not None:
-            return PlannedAttention(plan=self.explicit, source=PlanSource.EXPLICIT)
-        return PlannedAttention(plan=_heuristic(request), source=PlanSource.HEURISTIC)
+            return PlannedAttention(
+                plan=self.explicit,
+                source=PlanSource.EXPLICIT,
+                reason="the engine was built with `--attention-plan`",
+            )
+        found = self.tuned.find(request)
+        # The workspace was sized for the heuristic when the engine was built.
+        if found is not None and _fits(found.plan, request):
+            return PlannedAttention(
+                plan=found.plan, source=PlanSource.TUNED, reason=found.explain()
+            )
+        return PlannedAttention(
+            plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_sizes(request)
+        )
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
         """Bytes of partial results that no plan passes, on any device."""
-        if isinstance(self.explicit, Direct):
-            return 0
-        attention, step = largest.attention, largest.step
         if self.explicit is not None:
-            partitions = split_partitions(
-                self.explicit, table_width=step.table_width, window=attention.window
-            )
             # Grows with N and with M, so the largest step needs most.
-            return split_workspace_bytes(step, attention, partitions)
+            return plan_workspace_bytes(self.explicit, largest)
+        attention, step = largest.attention, largest.step
         pages = _visible_pages(largest)
         if tokens_in_pages(pages) <= DIRECT_TOKENS:
             return 0
@@ -87,6 +100,47 @@ class PolicyPlanner:
         )
         row_bytes = 4 * (attention.value_head_dim + 1)
         return split_rows * attention.group_size * row_bytes
+
+
+def plan_workspace_bytes(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
+    """Bytes of partial results of one step under a plan."""
+    if isinstance(plan, Direct):
+        return 0
+    partitions = split_partitions(
+        plan, table_width=request.step.table_width, window=request.attention.window
+    )
+    return split_workspace_bytes(request.step, request.attention, partitions)
+
+
+def _fits(plan: AttentionPlan, request: AttentionPlanRequest) -> bool:
+    """Whether a plan needs no more workspace than every engine without a policy has."""
+    bound = PolicyPlanner(explicit=None).workspace_bytes(request)
+    return plan_workspace_bytes(plan, request) <= bound
+
+
+def _sizes(request: AttentionPlanRequest) -> str:
+    """What the heuristic went by."""
+    units = request.num_multiprocessors or f"{USUAL_MULTIPROCESSORS} (assumed)"
+    return (
+        f"{request.step.num_seqs} sequences x {request.attention.num_kv_heads} key heads x "
+        f"{tokens_in_pages(_visible_pages(request))} keys on {units} multiprocessors"
+    )
+
+
+def candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
+    """Plans worth timing, the heuristic's first; all fit the workspace of every engine."""
+    first = _heuristic(request)
+    if not request.is_decode:
+        return (first,)
+    others: list[AttentionPlan] = [Direct()]
+    pages = _visible_pages(request)
+    parts = 2
+    while parts <= min(pages, MOST_PARTITIONS):
+        tokens = tokens_in_pages(-(-pages // parts))
+        others.append(SplitKv(partition_tokens=tokens, threshold_tokens=tokens))
+        parts *= 2
+    others = [plan for plan in others if plan != first and _fits(plan, request)]
+    return (first, *dict.fromkeys(others))
 
 
 def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
