@@ -279,6 +279,16 @@ class KvPoolSpec:
         return range(first, first + self.max_pages_per_seq)
 
 
+def tokens_in_last_page(num_tokens: int) -> int:
+    """Tokens in the last page that `num_tokens` tokens of one sequence span, 1 to 128.
+
+    Raises:
+        KvPoolError: `num_tokens` is not positive, no int, or over MAX_KV_CACHE_CAPACITY.
+    """
+    _require_int("num_tokens", num_tokens, 1, MAX_KV_CACHE_CAPACITY)
+    return (num_tokens - 1) % TOKENS_PER_PAGE + 1
+
+
 def page_of_position(position: int) -> int:
     """Index into a sequence's page-table row of the page that holds `position`."""
     return position // TOKENS_PER_PAGE

@@ -341,7 +341,7 @@ def _operands(
 
     offsets = np.concatenate([[0], np.cumsum(sizes.query_lens)]).astype(np.int32)
     pasts = np.subtract(sizes.kv_lens, sizes.query_lens).astype(np.int32)
-    scales = np.full((2, attention.num_kv_heads), _scale(request.kv_cache_dtype), np.float32)
+    scales = np.full((2, attention.num_kv_heads), pool_scale(request.kv_cache_dtype), np.float32)
     return [
         numbers(attention.num_q_heads, attention.head_dim),
         numbers(attention.num_kv_heads, attention.head_dim),
@@ -355,7 +355,7 @@ def _operands(
     ]
 
 
-def _scale(kv: DType) -> float:
+def pool_scale(kv: DType) -> float:
     """Scale under which what is read has about unit variance."""
     return 1.0 / _INT8_SPREAD if kv is DType.INT8 else 1.0
 

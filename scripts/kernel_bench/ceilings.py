@@ -1,0 +1,134 @@
+"""Measured limits of the machine: what a kernel could reach at best, in the same run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Final
+
+from paged_trt.plugins import cuda, device
+from paged_trt.plugins.cuda import check
+from paged_trt.plugins.device import KernelLaunch
+from paged_trt.plugins.launch.compiler import compile_arch
+from paged_trt.plugins.launch.trial import TrialMemory
+from paged_trt.plugins.timing import Graphs, measure
+
+READ_BYTES: Final = 2**32
+"""Over seventy times the largest second-level cache."""
+_THREADS: Final = 512
+_VARIANTS: Final = ((4, 4), (8, 2), (8, 4), (16, 2))
+"""Loads in flight of a thread, blocks of a multiprocessor: the best of them counts."""
+_MATMUL: Final = 8192
+_SOURCE: Final = """
+struct ReadArgs { const uint4* data; unsigned long long tiles; unsigned* out; };
+template <int kLoads>
+__global__ void __launch_bounds__(512) read_all(const ReadArgs args) {
+  unsigned sum = 0;
+  for (unsigned long long tile = blockIdx.x; tile < args.tiles; tile += gridDim.x) {
+    const uint4* data = args.data + tile * (512ull * kLoads) + threadIdx.x;
+    uint4 found[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(found[i].x), "=r"(found[i].y), "=r"(found[i].z), "=r"(found[i].w)
+                   : "l"(data + i * 512));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) sum ^= found[i].x ^ found[i].y ^ found[i].z ^ found[i].w;
+  }
+  if (sum == 0x5a17c0deu) *args.out = sum;
+}
+"""
+
+
+class ReadArgs(ctypes.Structure):
+    """As in the source above."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+    )
+
+
+def measure_ceilings(
+    graphs: Graphs, memory: TrialMemory, *, stream: int, arch: str, num_multiprocessors: int
+) -> dict[str, float]:
+    """Read and copy bandwidth in GB/s and, where graphs are torch's, matmul TFLOP/s.
+
+    Args:
+        graphs: of the run.
+        memory: pools with random contents.
+        stream: handle of the stream that `graphs` records.
+        arch: of the device, such as `sm_90`.
+        num_multiprocessors: of the device.
+    """
+    size = min(READ_BYTES, memory.pool_bytes)
+    found = {
+        "read_GBs": _read(graphs, memory, size, stream, arch, num_multiprocessors),
+        "copy_GBs": _copy(graphs, memory, size, stream),
+    }
+    matmul = _matmul(graphs)
+    return found if matmul is None else {**found, "matmul_TFLOPs": matmul}
+
+
+def _read(
+    graphs: Graphs, memory: TrialMemory, size: int, stream: int, arch: str, units: int
+) -> float:
+    names = [f"read_all<{loads}>" for loads, _ in _VARIANTS]
+    cubin = cuda.compile_cubin(
+        _SOURCE, arch=compile_arch(arch), name_expressions=list(dict.fromkeys(names))
+    )
+    out = memory.scratch(4, "the sum of a reading kernel")
+    best = 0.0
+    for (loads, blocks), name in zip(_VARIANTS, names, strict=True):
+        function = device.load_function(cubin.code, cubin.names[name], shared_bytes=0)
+        tile = _THREADS * loads * 16
+        block = ReadArgs(data=memory.pools[0], tiles=size // tile, out=out)
+        launch = KernelLaunch(
+            function,
+            block,
+            grid=(units * blocks, 1, 1),
+            threads=_THREADS,
+            shared_bytes=0,
+            overlaps=False,
+            label=name,
+        )
+        times = measure(graphs, [_on(launch, stream)], replays=5)
+        best = max(best, size // tile * tile / times.median / 1e3)
+    memory.release()
+    return round(best, 1)
+
+
+def _on(launch: Callable[[int], None], stream: int) -> Callable[[], None]:
+    return lambda: launch(stream)
+
+
+def _copy(graphs: Graphs, memory: TrialMemory, size: int, stream: int) -> float:
+    """Bytes read and written by the driver's own copy from one pool to the other."""
+    keys, values = memory.pools
+    driver = memory.device.driver
+
+    def copy() -> None:
+        check(driver.cuMemcpyDtoDAsync(values, keys, size, stream), "cuMemcpyDtoDAsync")
+
+    times = measure(graphs, [copy], replays=5)
+    return round(2 * size / times.median / 1e3, 1)
+
+
+def _matmul(graphs: Graphs) -> float | None:
+    """Bfloat16 product of torch; None where the graphs are not torch's."""
+    torch: Any = getattr(graphs, "torch", None)
+    if torch is None:
+        return None
+    left, right = (
+        torch.randn(_MATMUL, _MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    torch.cuda.synchronize()
+    times = measure(
+        graphs,
+        [lambda: torch.matmul(left, right, out=out)],
+        replays=5,
+        graph_microseconds=15_000,
+    )
+    return round(2 * _MATMUL**3 / times.median / 1e6, 1)

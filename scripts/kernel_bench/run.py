@@ -1,0 +1,311 @@
+"""One benchmark run: cell by cell, ours and every other library, into rows of results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from paged_trt.plugins.device import Stream, kept_device
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import ExecutionError, PagedTrtError
+from paged_trt.plugins.launch.trial import BYTES_IN_TURN, TrialMemory, is_attention
+from paged_trt.plugins.launch.tuned import TuningTarget
+from paged_trt.plugins.launch.tuning_target import tuned_plans
+from paged_trt.plugins.timing import DriverGraphs, Graphs, Times, measure
+from paged_trt.scripts.kernel_bench.ceilings import measure_ceilings
+from paged_trt.scripts.kernel_bench.cells import Cell, Family
+from paged_trt.scripts.kernel_bench.ours import OurKernels
+from paged_trt.scripts.kernel_bench.peers import (
+    Peer,
+    PeerData,
+    PeerError,
+    make_data,
+    our_data,
+    relative_error,
+)
+
+Row = dict[str, Any]
+FREE_PART: Final = 0.7
+"""Of the free memory that the pools may take: other libraries need workspaces of their own."""
+MOST_FAILURES: Final = 3
+"""A library that fails so often in one family of cells is not tried again."""
+MOST_CHECKED: Final = 2**18
+"""Keys of a cell that is checked against float32."""
+ALLOWED_ERROR: Final = {DType.BFLOAT16: 0.01, DType.FLOAT8: 0.06, DType.INT8: 0.01}
+"""Norm of the error over norm of the result. A float8 pool may come with float8 queries."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Bench:
+    """What a run works with.
+
+    Attributes:
+        graphs: records and replays.
+        memory: pools and operands.
+        ours: our kernels.
+        peers: other libraries; empty without them.
+        ceilings: measured limits of the machine.
+        data_of: tensors of a cell for other libraries.
+        error_of: as `relative_error`.
+        our_error: error of our own result; None where nothing can compute it.
+        all_plans: time every candidate of the planner too.
+        show: gets one line per cell.
+    """
+
+    graphs: Graphs
+    memory: TrialMemory
+    ours: OurKernels
+    peers: list[Peer]
+    ceilings: dict[str, float]
+    data_of: Callable[[Cell], PeerData]
+    error_of: Callable[..., float] = relative_error
+    our_error: Callable[[Cell], float] | None = None
+    all_plans: bool = False
+    show: Callable[[str], None] = lambda line: None
+    failures: dict[tuple[str, Family], int] = dataclasses.field(default_factory=dict)
+    checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+
+    def run(self, cells: Sequence[Cell], *, limit_s: float | None = None) -> tuple[list[Row], str]:
+        """Rows of the cells, and why cells are missing; empty where none is.
+
+        Args:
+            cells: in the order to run them.
+            limit_s: seconds after which no further cell is begun.
+        """
+        begin = time.monotonic()
+        rows: list[Row] = []
+        for index, cell in enumerate(cells):
+            if limit_s is not None and time.monotonic() - begin > limit_s:
+                return rows, f"{len(cells) - index} of {len(cells)} cells not run: {limit_s:g} s"
+            try:
+                row = self.cell(cell)
+            except ExecutionError as error:
+                return rows, f"stopped at {cell}: {error}"
+            rows.append(row)
+            self.show(line_of(cell, row))
+        return rows, ""
+
+    def cell(self, cell: Cell) -> Row:
+        """One row.
+
+        Raises:
+            ExecutionError: the device is lost.
+        """
+        row, errors = cell.row(), {}
+        # What no kernel beats: the bytes at the ceiling, the products at theirs.
+        floor = max(
+            cell.bytes / self.ceilings["read_GBs"] / 1e3,
+            cell.flops / self.ceilings.get("matmul_TFLOPs", 600.0) / 1e6,
+        )
+        row["floor_us"] = round(floor, 2)
+        estimate = floor * 1.2 + 4.0
+        try:
+            if wrong := self._check_ours(cell):
+                errors["ours"] = wrong
+            found = self.ours.time(cell, estimate=estimate, all_plans=self.all_plans)
+            row |= _ours(found.times) | {"plan": found.plan}
+            if found.plans_us:
+                row["plans_us"] = found.plans_us
+        except PagedTrtError as error:
+            errors["ours"] = _short(error)
+            self._require_device(error)
+        peers = self._peers(cell, estimate, errors)
+        row["peers_us"] = {name: round(times.median, 2) for name, times in peers.items()}
+        row["peers_us_range"] = {
+            name: [round(times.minimum, 2), round(times.maximum, 2)]
+            for name, times in peers.items()
+        }
+        return row | self._ratios(cell, row) | ({"errors": errors} if errors else {})
+
+    def _peers(self, cell: Cell, estimate: float, errors: dict[str, str]) -> dict[str, Times]:
+        found: dict[str, Times] = {}
+        wanted = [peer for peer in self.peers if self._takes_part(peer, cell)]
+        if not wanted:
+            return found
+        data = self.data_of(cell)
+        for peer in wanted:
+            try:
+                calls = peer.prepare(data)
+                self.graphs.run(calls.calls[0])
+                if wrong := self._check(peer.name, data, calls.output):
+                    raise PeerError(wrong)
+                found[peer.name] = measure(self.graphs, calls.calls, replays=5, estimate=estimate)
+            except PeerError as error:
+                errors[peer.name] = _short(error)
+            except Exception as error:  # libraries have no base class in common
+                errors[peer.name] = _short(error)
+                key = (peer.name, cell.family)
+                self.failures[key] = self.failures.get(key, 0) + 1
+                self._require_device(error)
+        return found
+
+    def _takes_part(self, peer: Peer, cell: Cell) -> bool:
+        has_failed = self.failures.get((peer.name, cell.family), 0) >= MOST_FAILURES
+        return cell.family in peer.families and cell.kv is not DType.INT8 and not has_failed
+
+    def _check_ours(self, cell: Cell) -> str:
+        """Compare our result with float32; what is wrong, or nothing."""
+        if self.our_error is None or not self._is_checkable("ours", cell):
+            return ""
+        return self._wrong("ours", cell, self.our_error(cell))
+
+    def _check(self, name: str, data: PeerData, output: Callable[[], Any]) -> str:
+        if not self._is_checkable(name, data.cell):
+            return ""
+        return self._wrong(name, data.cell, self.error_of(data, output(), turn=0))
+
+    def _wrong(self, name: str, cell: Cell, error: float) -> str:
+        self.checked.add(_kind(name, cell))
+        allowed = ALLOWED_ERROR[cell.kv]
+        if error <= allowed:
+            return ""
+        return f"its result is off by {error:.2g} of its norm, {allowed} is allowed"
+
+    def _is_checkable(self, name: str, cell: Cell) -> bool:
+        is_small = sum(cell.sizes.kv_lens) <= MOST_CHECKED
+        is_new = _kind(name, cell) not in self.checked
+        return cell.family is not Family.APPEND and is_small and is_new
+
+    def _require_device(self, cause: Exception) -> None:
+        """Find out whether the device still works after a failure.
+
+        Raises:
+            ExecutionError: it does not.
+        """
+        try:
+            self.memory.stream.synchronize()
+            self.graphs.run(lambda: None)
+        except Exception as error:
+            raise ExecutionError(f"the device is lost after {_short(cause)}") from error
+
+    def _ratios(self, cell: Cell, row: Row) -> Row:
+        found: Row = {}
+        microseconds = row.get("ours_us")
+        if microseconds is None:
+            return found
+        if row["peers_us"]:
+            best = min(row["peers_us"].values())
+            found["ratio_to_best_peer"] = round(microseconds / best, 3)
+        if cell.family is Family.PREFILL:
+            ceiling = self.ceilings.get("matmul_TFLOPs")
+            reached = cell.flops / microseconds / 1e6
+        else:
+            is_append = cell.family is Family.APPEND
+            ceiling = self.ceilings["copy_GBs" if is_append else "read_GBs"]
+            reached = cell.bytes / microseconds / 1e3
+        if ceiling is not None:
+            found["of_ceiling"] = round(reached / ceiling, 3)
+        return found
+
+
+@contextlib.contextmanager
+def open_bench(
+    ordinal: int, target: TuningTarget, cells: Sequence[Cell], *, with_torch: bool
+) -> Iterator[Bench]:
+    """A bench on a device, its ceilings measured; peers are added by the caller.
+
+    Args:
+        ordinal: number of the device.
+        target: the device.
+        cells: all that are going to be run.
+        with_torch: record graphs with torch, which other libraries need.
+
+    Raises:
+        UnsupportedError: there is no device.
+        ExecutionError: there is too little memory.
+    """
+    device = kept_device(ordinal)
+    with device.current(), contextlib.ExitStack() as stack:
+        stream = Stream(device.driver)
+        stack.callback(stream.close)
+        graphs: Graphs
+        if with_torch:
+            from paged_trt.scripts.kernel_bench.torch_graphs import TorchGraphs
+
+            graphs = TorchGraphs()
+            handle = graphs.handle
+        else:
+            graphs = own = DriverGraphs(stream, driver=device.driver)
+            stack.callback(own.close)
+            handle = stream.handle
+        size = pool_bytes(cells, device.free_bytes())
+        memory = TrialMemory(device, stream, pool_bytes=size)
+        stack.callback(memory.close)
+        memory.fill(DType.BFLOAT16)
+        units = target.num_multiprocessors
+        ours = OurKernels(
+            memory,
+            graphs,
+            stream=handle,
+            arch=target.arch,
+            num_multiprocessors=units,
+            tuned=tuned_plans(),
+        )
+        limits = measure_ceilings(
+            graphs, memory, stream=handle, arch=target.arch, num_multiprocessors=units
+        )
+
+        def data_of(cell: Cell) -> PeerData:
+            memory.fill(cell.kv)
+            return make_data(graphs, memory, cell, ours.tables(cell))
+
+        def our_error(cell: Cell) -> float:
+            try:
+                trial = ours.prepare(cell)
+                data = our_data(graphs, memory, cell, trial)
+                graphs.run(trial.calls(handle, only=is_attention)[0])
+                return relative_error(data, data.out, turn=0)
+            finally:
+                memory.release()
+
+        yield Bench(
+            graphs=graphs,
+            memory=memory,
+            ours=ours,
+            peers=[],
+            ceilings=limits,
+            data_of=data_of,
+            our_error=our_error if with_torch else None,
+        )
+
+
+def pool_bytes(cells: Sequence[Cell], free: int) -> int:
+    """Bytes of the keys, and of the values, for the largest cell; bounded by what is free."""
+    largest = max(cell.sizes.kv_bytes(cell.attention, cell.kv) for cell in cells)
+    # Half of a cell's bytes are keys; ragged sequences end inside of pages.
+    wanted = max(2 * BYTES_IN_TURN, largest * 9 // 16)
+    return min(wanted, int(free * FREE_PART) // 2)
+
+
+def line_of(cell: Cell, row: Row) -> str:
+    """A row on one line, while the run goes on."""
+    parts = [f"{cell}: ours {row['ours_us']:.2f} us" if "ours_us" in row else f"{cell}: ours -"]
+    if "of_ceiling" in row:
+        parts.append(f"{row['of_ceiling']:.2f} of the ceiling")
+    if row["peers_us"]:
+        best = min(row["peers_us"], key=row["peers_us"].__getitem__)
+        parts.append(f"best peer {best} {row['peers_us'][best]:.2f} us")
+    if "ratio_to_best_peer" in row:
+        parts.append(f"ratio {row['ratio_to_best_peer']:.2f}")
+    return ", ".join([*parts, *(f"{name}: {text}" for name, text in row.get("errors", {}).items())])
+
+
+def _ours(times: Times) -> Row:
+    return {
+        "ours_us": round(times.median, 2),
+        "ours_us_min": round(times.minimum, 2),
+        "ours_us_max": round(times.maximum, 2),
+    }
+
+
+def _kind(name: str, cell: Cell) -> tuple[Any, ...]:
+    """Cells of one kind run the same code: one of them is checked."""
+    group = cell.heads[0] // cell.heads[1]
+    return (name, cell.family, cell.kv, cell.head_dim, group, cell.window, cell.is_even)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:240]
