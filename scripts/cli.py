@@ -21,7 +21,7 @@ from rich.text import Text
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 from paged_trt.plugins.version import version
 
-COMMANDS = ("explain", "build", "inspect", "run", "compare", "tune", "bench")
+COMMANDS = ("explain", "calibrate", "build", "inspect", "run", "compare", "tune", "bench")
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
