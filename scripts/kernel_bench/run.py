@@ -31,7 +31,7 @@ Row = dict[str, Any]
 FREE_PART: Final = 0.7
 """Of the free memory that the pools may take: other libraries need workspaces of their own."""
 MOST_FAILURES: Final = 3
-"""A library that fails so often in one family of cells is not tried again."""
+"""A library that fails so often in one group of cells is not tried in the rest of it."""
 MOST_CHECKED: Final = 2**18
 """Keys of a cell that is checked against float32."""
 ALLOWED_ERROR: Final = {DType.BFLOAT16: 0.01, DType.FLOAT8: 0.06, DType.INT8: 0.01}
@@ -65,7 +65,7 @@ class Bench:
     our_error: Callable[[Cell], float] | None = None
     all_plans: bool = False
     show: Callable[[str], None] = lambda line: None
-    failures: dict[tuple[str, Family], int] = dataclasses.field(default_factory=dict)
+    failures: dict[tuple[str, Family, str], int] = dataclasses.field(default_factory=dict)
     checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
 
     def run(self, cells: Sequence[Cell], *, limit_s: float | None = None) -> tuple[list[Row], str]:
@@ -137,13 +137,13 @@ class Bench:
                 errors[peer.name] = _short(error)
             except Exception as error:  # libraries have no base class in common
                 errors[peer.name] = _short(error)
-                key = (peer.name, cell.family)
+                key = (peer.name, cell.family, cell.group)
                 self.failures[key] = self.failures.get(key, 0) + 1
                 self._require_device(error)
         return found
 
     def _takes_part(self, peer: Peer, cell: Cell) -> bool:
-        has_failed = self.failures.get((peer.name, cell.family), 0) >= MOST_FAILURES
+        has_failed = self.failures.get((peer.name, cell.family, cell.group), 0) >= MOST_FAILURES
         return cell.family in peer.families and cell.kv is not DType.INT8 and not has_failed
 
     def _check_ours(self, cell: Cell) -> str:
