@@ -30,6 +30,7 @@ from paged_trt.scripts.kernel_bench.ours import OurTimes
 from paged_trt.scripts.kernel_bench.peers import PeerCalls, PeerError
 from paged_trt.scripts.kernel_bench.report import results_of, results_path, rows_table, shape_of
 from paged_trt.scripts.kernel_bench.run import MOST_FAILURES, Bench
+from paged_trt.scripts.readme import render
 from paged_trt.scripts.results import Results, read_results
 
 CEILINGS = {"read_GBs": 4000.0, "copy_GBs": 3000.0, "matmul_TFLOPs": 700.0}
@@ -340,3 +341,24 @@ def test_the_command_lists_cells_and_needs_a_gpu(
     assert "is no directory" in capsys.readouterr().err
     assert main(["bench", "kernels", "--plot"]) == 2
     assert "-o FOLDER" in capsys.readouterr().err
+
+
+def test_the_readme_says_where_another_library_wins(tmp_path: Path) -> None:
+    rows, _ = make_bench(FakePeer("fast", 60.0)).run(cells_of(Family.DECODE, quick=True))
+    rows[0]["ratio_to_best_peer"] = 1.5
+    rows[1]["errors"] = {"cuDNN": "too large"}
+    results = results_of(
+        Family.DECODE, rows, target=TARGET, ceilings=CEILINGS, peers={"fast": "1"}, tree="abc"
+    )
+    path = tmp_path / "decode-x.json"
+    results.write(path)
+    text = render("<!-- results: decode -->\nold\n<!-- end -->\n", tmp_path)
+    assert f"as fast, in {len(rows) - 1} of {len(rows)} cells" in text
+    assert "faster in 1: 32/8, 1 x 1024 (x1.50, fast)" in text
+    assert "| **1.50** |" in text
+    assert "- cuDNN: too large (32/8, 8 x 4096)" in text
+    assert "old" not in text
+    assert ".png" not in text
+    path.with_suffix(".png").write_bytes(b"")
+    assert "](tests/bench/results/decode-x.png)" in render(text, tmp_path)
+    assert render("<!-- results: append -->\nold\n<!-- end -->\n", tmp_path).count("\n") == 2
