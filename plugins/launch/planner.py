@@ -17,7 +17,14 @@ from paged_trt.plugins.launch.kernels_decode import (
     split_partitions,
     split_workspace_bytes,
 )
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
+from paged_trt.plugins.launch.kernels_prefill_sm90 import plan_prefill
+from paged_trt.plugins.launch.plans import (
+    AttentionPlan,
+    Direct,
+    PlanSource,
+    PrefillPlan,
+    SplitKv,
+)
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 USUAL_MULTIPROCESSORS: Final = 132
@@ -35,7 +42,7 @@ DIRECT_TOKENS: Final = 512
 class PlannedAttention:
     """A plan and who chose it."""
 
-    plan: AttentionPlan
+    plan: AttentionPlan | PrefillPlan
     source: PlanSource
 
 
@@ -60,7 +67,9 @@ class PolicyPlanner:
     explicit: AttentionPlan | None
 
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The explicit plan, else the heuristic's; pure."""
+        """The explicit plan, else the heuristic's; pure. Explicit plans are about decoding."""
+        if not request.is_decode:
+            return PlannedAttention(plan=plan_prefill(request), source=PlanSource.HEURISTIC)
         if self.explicit is not None:
             return PlannedAttention(plan=self.explicit, source=PlanSource.EXPLICIT)
         return PlannedAttention(plan=_heuristic(request), source=PlanSource.HEURISTIC)
