@@ -255,6 +255,7 @@ class KernelLaunch:
         grid: blocks.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
+        cluster: neighbouring blocks that run together and see each other's shared memory.
         overlaps: start while the kernel ahead on the stream is ending (programmatic dependent
             launch); the kernel waits for it before it reads what that one wrote.
         driver: module of driver calls.
@@ -273,6 +274,7 @@ class KernelLaunch:
         shared_bytes: int,
         overlaps: bool,
         label: str,
+        cluster: int = 1,
         driver: Any = None,
     ) -> None:
         module = cuda.driver() if driver is None else driver
@@ -285,13 +287,10 @@ class KernelLaunch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        if overlaps:
-            attribute = module.CUlaunchAttribute()
-            kind = module.CUlaunchAttributeID
-            attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+        attributes = _launch_attributes(module, overlaps=overlaps, cluster=cluster)
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         self._arguments = (config, function, ctypes.addressof(self._parameters), 0)
         self._stream: int | None = None
 
@@ -307,6 +306,23 @@ class KernelLaunch:
         error = self._call(*self._arguments)[0]
         if error:
             raise KernelLaunchError(f"{self._label} did not launch: {_name(error)}")
+
+
+def _launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any]:
+    kind = module.CUlaunchAttributeID
+    attributes = []
+    if overlaps:
+        attribute = module.CUlaunchAttribute()
+        attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = module.CUlaunchAttribute()
+        attribute.id = kind.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dims = attribute.value.clusterDim
+        dims.x, dims.y, dims.z = cluster, 1, 1
+        attributes.append(attribute)
+    return attributes
 
 
 def _name(error: Any) -> str:

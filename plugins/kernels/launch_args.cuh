@@ -130,4 +130,35 @@ struct PrefillArgs {
   float softcap;  // 0: off
 };
 
+// A tensor map of the driver's.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+// The same for Hopper: keys and values come by bulk tensor copies.
+struct PrefillSm90Args {
+  TensorMap key_map;  // of the key pool
+  TensorMap value_map;  // of the value pool
+  const void* query;  // [T, Hq, D]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* sinks;  // [Hq]
+  void* output;  // [T, Hq, Dv]
+  int64_t query_token_stride;  // elements
+  int64_t output_token_stride;  // elements
+  int32_t num_tokens;  // T
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
+  int32_t rotary_dim;  // 0 without rope
+  int32_t window;  // -1: all keys
+  float softmax_scale;  // positive
+  float softcap;  // 0: off
+  int32_t reserved[4];  // up to the alignment of the maps
+};
+
 }  // namespace paged_trt

@@ -13,6 +13,8 @@ from typing import Final
 
 Pointer = ctypes.c_uint64
 """Device address."""
+TensorMap = ctypes.c_uint64 * 16
+"""A tensor map of the driver's, opaque."""
 
 
 class AppendArgs(ctypes.Structure):
@@ -153,7 +155,47 @@ class PrefillArgs(ctypes.Structure):
     )
 
 
-ARGUMENT_STRUCTS: Final = (AppendArgs, DecodeDirectArgs, DecodeSplitArgs, MergeArgs, PrefillArgs)
+class PrefillSm90Args(ctypes.Structure):
+    """The same on Hopper, where keys and values come by bulk tensor copies.
+
+    `key_map` and `value_map` are tensor maps of the pools; `reserved` fills the struct up to their
+    alignment.
+    """
+
+    _fields_ = (
+        ("key_map", TensorMap),
+        ("value_map", TensorMap),
+        ("query", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("reserved", ctypes.c_int32 * 4),
+    )
+
+
+ARGUMENT_STRUCTS: Final = (
+    AppendArgs,
+    DecodeDirectArgs,
+    DecodeSplitArgs,
+    MergeArgs,
+    PrefillArgs,
+    PrefillSm90Args,
+)
 
 
 def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS) -> str:

@@ -17,12 +17,14 @@ from typing import Final
 from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
+from paged_trt.plugins.launch.args import PrefillSm90Args
 from paged_trt.plugins.launch.kernels_decode import (
     CallAddresses,
     fill_arguments,
     partial_output_elements,
     split_partitions,
 )
+from paged_trt.plugins.launch.kernels_prefill_sm90 import EncodeMap, refusal, set_pool_maps
 from paged_trt.plugins.launch.loaded import (
     ARGUMENT_STRUCTS,
     KERNELS,
@@ -31,8 +33,8 @@ from paged_trt.plugins.launch.loaded import (
     grid_of,
 )
 from paged_trt.plugins.launch.planner import Planner
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PrefillPlan, SplitKv
+from paged_trt.plugins.launch.registry import SPECIALISED, KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import Operand
 
@@ -52,8 +54,12 @@ _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", "partial_output", "partial_lse"))
 
 
-def kernel_paths(request: AttentionPlanRequest, plan: AttentionPlan) -> tuple[KernelPath, ...]:
+def kernel_paths(
+    request: AttentionPlanRequest, plan: AttentionPlan | PrefillPlan
+) -> tuple[KernelPath, ...]:
     """Kernels of one step, in launch order."""
+    if isinstance(plan, PrefillPlan):
+        return (KernelPath.APPEND, _prefill_path(plan))
     if not request.is_decode:
         return (KernelPath.APPEND, KernelPath.PREFILL)
     if isinstance(plan, Direct):
@@ -63,7 +69,15 @@ def kernel_paths(request: AttentionPlanRequest, plan: AttentionPlan) -> tuple[Ke
 
 def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
     """Every kernel that a layer may launch, whatever N, T and M are."""
-    return tuple(KernelKey.of(path, request) for path in KernelPath)
+    is_covered = refusal(request) is None
+    unused = {KernelPath.PREFILL} if is_covered else SPECIALISED
+    return tuple(KernelKey.of(path, request) for path in KernelPath if path not in unused)
+
+
+def _prefill_path(plan: PrefillPlan) -> KernelPath:
+    if plan.kernel == "portable":
+        return KernelPath.PREFILL
+    return KernelPath.PREFILL_SM90 if plan.partitions == 1 else KernelPath.PREFILL_SM90_SPLIT
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +97,7 @@ class PreparedStep:
         planner: chooses between direct and split decode.
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
+        encode_map: as `tensor_maps.encode_pool_map`.
 
     Raises:
         KernelLaunchError: a kernel is not loaded.
@@ -97,12 +112,14 @@ class PreparedStep:
         planner: Planner,
         registry: KernelRegistry = KERNELS,
         make_launch: LaunchMaker = KernelLaunch,
+        encode_map: EncodeMap | None = None,
     ) -> None:
         self.request = request
         self.plan = planner.plan(request).plan
         self.paths = kernel_paths(request, self.plan)
         self.addresses = addresses
         self._operator = operator
+        self._encode_map = encode_map
         self._split = self.plan if request.is_decode and isinstance(self.plan, SplitKv) else None
         elements = partial_output_elements(request.step, request.attention, self.partitions)
         self._lse_offset = 4 * elements
@@ -136,7 +153,19 @@ class PreparedStep:
             block = kernel.block
             for name in kernel.fields:
                 setattr(block, name, operands[name])
+            if isinstance(block, PrefillSm90Args):
+                self._set_pool_maps(block, operands["key_pool"], operands["value_pool"])
         self.addresses = addresses
+
+    def _set_pool_maps(self, block: PrefillSm90Args, key_pool: int, value_pool: int) -> None:
+        set_pool_maps(
+            block,
+            key_pool,
+            value_pool,
+            request=self.request,
+            pool=self._operator.pool,
+            encode_map=self._encode_map,
+        )
 
     def launch(self, stream: int) -> None:
         """Launch every kernel on a stream; nothing waits or allocates.
@@ -157,6 +186,9 @@ class PreparedStep:
             step=request.step,
             plan=self._split,
         )
+        if isinstance(block, PrefillSm90Args):
+            operands = self.addresses.operands
+            self._set_pool_maps(block, operands[Operand.KEY_POOL], operands[Operand.VALUE_POOL])
         launch = make_launch(
             kernel.function,
             block,
@@ -165,9 +197,11 @@ class PreparedStep:
                 request.step,
                 num_kv_heads=request.attention.num_kv_heads,
                 partitions=self.partitions,
+                plan=self.plan,
             ),
             threads=kernel.build.threads,
             shared_bytes=kernel.build.shared_bytes,
+            cluster=self.plan.partitions if isinstance(self.plan, PrefillPlan) else 1,
             overlaps=path in OVERLAPPING and _can_overlap(request.arch),
             label=str(kernel.key),
         )

@@ -231,7 +231,14 @@ def fill_arguments(
     }
     if plan is not None:
         values |= _split_values(addresses.workspace, plan, attention, step)
-    return struct(**{name: values[name] for name, *_ in struct._fields_})
+    # Arrays, such as tensor maps, are left to those who encode them.
+    return struct(
+        **{
+            name: values[name]
+            for name, kind, *_ in struct._fields_
+            if not issubclass(kind, ctypes.Array)
+        }
+    )
 
 
 def _scalars(attention: AttentionSpec, pool: KvPoolSpec, step: StepShape) -> dict[str, int | float]:

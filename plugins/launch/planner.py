@@ -17,7 +17,14 @@ from paged_trt.plugins.launch.kernels_decode import (
     split_partitions,
     split_workspace_bytes,
 )
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
+from paged_trt.plugins.launch.kernels_prefill_sm90 import plan_prefill
+from paged_trt.plugins.launch.plans import (
+    AttentionPlan,
+    Direct,
+    PlanSource,
+    PrefillPlan,
+    SplitKv,
+)
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import NO_TUNED_PLANS, TunedPlans
 
@@ -38,7 +45,7 @@ DIRECT_TOKENS: Final = 512
 class PlannedAttention:
     """A plan, who chose it, and why, in words."""
 
-    plan: AttentionPlan
+    plan: AttentionPlan | PrefillPlan
     source: PlanSource
     reason: str
 
@@ -66,7 +73,15 @@ class PolicyPlanner:
     tuned: TunedPlans = NO_TUNED_PLANS
 
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The explicit plan, else the tuned one, else the heuristic's; pure."""
+        """The explicit plan, else the tuned one, else the heuristic's; pure.
+
+        Explicit and tuned plans are about decoding.
+        """
+        if not request.is_decode:
+            prefill = plan_prefill(request)
+            return PlannedAttention(
+                plan=prefill, source=PlanSource.HEURISTIC, reason=prefill.reason
+            )
         if self.explicit is not None:
             return PlannedAttention(
                 plan=self.explicit,

@@ -1,4 +1,4 @@
-"""How the attention of one decode step is executed."""
+"""How the attention of one step is executed."""
 
 from __future__ import annotations
 
@@ -65,6 +65,27 @@ class SplitKv:
 
 
 AttentionPlan = Direct | SplitKv
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """How a step with more than one token per sequence is attended.
+
+    Attributes:
+        kernel: `portable` or `hopper`.
+        reason: why that one.
+        blocks: thread blocks of the launch; 0 where the kernel's tile decides.
+        partitions: blocks that share the keys of one query tile; 1: none is split.
+    """
+
+    kernel: str
+    reason: str
+    blocks: int = 0
+    partitions: int = 1
+
+    def __str__(self) -> str:
+        split = f", keys split in {self.partitions}" if self.partitions > 1 else ""
+        return f"{self.kernel}{split} ({self.reason})"
 
 
 def parse_attention_plan(text: str) -> AttentionPlan | None:

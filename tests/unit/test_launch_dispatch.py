@@ -17,6 +17,7 @@ from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch import args, dispatch
 from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
 from paged_trt.plugins.launch.kernels_decode import CallAddresses
+from paged_trt.plugins.launch.kernels_prefill_sm90 import refusal
 from paged_trt.plugins.launch.loaded import (
     ARGUMENT_STRUCTS,
     DeviceKernels,
@@ -157,8 +158,16 @@ def test_a_refused_launch_is_named() -> None:
         step.launch(0)
 
 
-def test_warm_keys_cover_every_path() -> None:
-    assert {key.path for key in warm_keys(make_request())} == set(KernelPath)
+def test_warm_keys_cover_every_path_that_a_layer_may_take() -> None:
+    covered = make_request(arch="sm_90")
+    others = {
+        request.arch: {key.path for key in warm_keys(request)}
+        for request in (covered, make_request(arch="sm_80"))
+    }
+    hopper = {KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT}
+    assert others["sm_80"] == set(KernelPath) - hopper
+    is_covered = refusal(covered) is None
+    assert others["sm_90"] == set(KernelPath) - ({KernelPath.PREFILL} if is_covered else hopper)
     assert set(ARGUMENT_STRUCTS) == set(KernelPath)
     assert set(ARGUMENT_STRUCTS.values()) == set(args.ARGUMENT_STRUCTS)
 
