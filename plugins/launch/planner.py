@@ -119,7 +119,7 @@ class PolicyPlanner:
 
 def plan_workspace_bytes(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
     """Bytes of partial results of one step under a plan."""
-    if isinstance(plan, Direct):
+    if not isinstance(plan, SplitKv):
         return 0
     partitions = split_partitions(
         plan, table_width=request.step.table_width, window=request.attention.window

@@ -22,7 +22,7 @@ from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec, pages_for_tokens
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.plugins.launch.kernels_decode import CallAddresses
 from paged_trt.plugins.launch.loaded import KERNELS, KernelRegistry
-from paged_trt.plugins.launch.planner import Planner, plan_workspace_bytes
+from paged_trt.plugins.launch.planner import Planner
 from paged_trt.plugins.launch.registry import KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import StepShape
@@ -273,8 +273,7 @@ def prepare_trial(
         * request.activation_dtype.itemsize,
         "the output of a trial",
     )
-    plan = planner.plan(request).plan
-    needed = max(plan_workspace_bytes(plan, request), planner.workspace_bytes(request))
+    needed = planner.workspace_bytes(request)
     workspace = memory.scratch(needed, "the workspace of a trial")
     memory.stream.fill_zero(workspace, max(1, needed))
     operator = OperatorSpec(pool=pool, attention=attention)

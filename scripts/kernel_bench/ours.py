@@ -133,7 +133,7 @@ class OurKernels:
         planned = self._planner.plan(self.request(cell))
         others: dict[str, float] = {}
         times = self._time(cell, None, estimate)
-        if all_plans and cell.family is not Family.APPEND:
+        if all_plans and cell.family is Family.DECODE:
             others[str(planned.plan)] = round(times.median, 2)
             for plan in candidates(self.request(cell)):
                 if plan != planned.plan:
