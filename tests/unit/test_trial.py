@@ -55,7 +55,7 @@ class Kernels:
 
 def request_of(sizes: StepSizes, kv: DType = DType.BFLOAT16) -> AttentionPlanRequest:
     return AttentionPlanRequest(
-        arch="sm_90",
+        arch="sm_89",
         attention=ATTENTION,
         activation_dtype=DType.BFLOAT16,
         kv_cache_dtype=kv,
@@ -194,7 +194,7 @@ def test_the_tuner_takes_what_the_device_says() -> None:
         launch.name, 40.0 / launch.args.get("num_partitions", 1)
     )
     request = AttentionPlanRequest(
-        arch="sm_90",
+        arch="sm_89",
         attention=ATTENTION,
         activation_dtype=DType.BFLOAT16,
         kv_cache_dtype=DType.BFLOAT16,
