@@ -13,6 +13,7 @@ from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.scripts.cli import plain
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
 from paged_trt.scripts.kernel_bench.libraries import find_peers, require_torch, versions_of
+from paged_trt.scripts.kernel_bench.ours import start_compiling
 from paged_trt.scripts.kernel_bench.plots import draw, require_plots
 from paged_trt.scripts.kernel_bench.report import results_of, results_path, rows_table
 from paged_trt.scripts.kernel_bench.run import open_bench
@@ -84,6 +85,8 @@ def command(
         require_torch()
     console = Console()
     everything = [cell for found in cells.values() for cell in found]
+    # Meanwhile libraries are imported and the machine's limits are measured.
+    compiling = start_compiling(everything, target, all_plans=all_plans)
     # FlashInfer wants a folder of its own, also where it builds nothing.
     with (
         tempfile.TemporaryDirectory(prefix="paged-trt-") as folder,
@@ -94,7 +97,7 @@ def command(
         if peers:
             bench.peers = find_peers(bench.ours.stream, Path(folder))
         versions = versions_of(bench.peers)
-        bench.ours.compile(everything, all_plans=all_plans)
+        compiling.result()
         for each, found in cells.items():
             rows, note = bench.run(found, limit_s=limit_s)
             results = results_of(

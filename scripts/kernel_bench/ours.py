@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import PagedTrtError, UnsupportedError
+from paged_trt.plugins.errors import PagedTrtError
 from paged_trt.plugins.launch.compiler import compile_arch
 from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.loaded import KERNELS, build_of
@@ -30,7 +30,8 @@ from paged_trt.plugins.launch.trial import (
     prepare_trial,
     sets_in_turn,
 )
-from paged_trt.plugins.launch.tuned import TunedPlans
+from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
+from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
 
@@ -85,22 +86,6 @@ class OurKernels:
     def request(self, cell: Cell) -> AttentionPlanRequest:
         """What the planner is asked on this device."""
         return cell.request(arch=self._arch, num_multiprocessors=self._units)
-
-    def compile(self, cells: Iterable[Cell], *, all_plans: bool) -> None:
-        """Compile what the cells need, in parallel; what fails fails again at its cell."""
-        keys = {key for cell in cells for key in self._keys(self.request(cell), all_plans)}
-
-        def compile_one(key: KernelKey) -> None:
-            try:
-                build = build_of(key)
-                arch = compile_arch(key.arch or self._arch)
-                KERNELS.compiler.compile(build.source, build.name_expression, arch=arch)
-            except PagedTrtError as error:
-                _LOG.info("%s: %s", key, error)
-
-        threads = min(COMPILE_THREADS, os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            list(pool.map(compile_one, sorted(keys, key=str)))
 
     def tables(self, cell: Cell) -> npt.NDArray[np.int32]:
         """The page tables of a cell's trial, `[num_sets, N, M]` int32, without the trial."""
@@ -159,15 +144,46 @@ class OurKernels:
         wanted: Callable[[str], bool] = is_append if cell.family is Family.APPEND else is_attention
         return ", ".join(path.value for path in paths if wanted(path.value))
 
-    def _keys(self, request: AttentionPlanRequest, all_plans: bool) -> Iterable[KernelKey]:
-        plans = {self._planner.plan(request).plan}
-        if all_plans:
-            plans.update(candidates(request))
-        for plan in plans:
-            for path in kernel_paths(request, plan):
-                key = KernelKey.of(path, request)
-                try:
-                    build_of(key)
-                except UnsupportedError:
-                    continue
-                yield key
+
+def start_compiling(
+    cells: Iterable[Cell], target: TuningTarget, *, all_plans: bool
+) -> concurrent.futures.Future[None]:
+    """Compile what the cells need into the cache, in threads; what fails fails again at its cell.
+
+    Args:
+        cells: all that are going to be run.
+        target: the device.
+        all_plans: what every candidate needs, not only what the planner takes.
+
+    Returns:
+        Done when everything is compiled.
+    """
+    planner = PolicyPlanner(explicit=None, tuned=tuned_plans())
+    keys: set[KernelKey] = set()
+    for cell in cells:
+        request = cell.request(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+        plans = [planner.plan(request).plan, *(candidates(request) if all_plans else ())]
+        keys.update(
+            KernelKey.of(path, request) for plan in plans for path in kernel_paths(request, plan)
+        )
+    threads = min(COMPILE_THREADS, os.cpu_count() or 1)
+    pool = concurrent.futures.ThreadPoolExecutor(threads + 1)
+    # The longest first: the widest heads compile for seconds.
+    ordered = sorted(keys, key=lambda key: (-key.head_dim, str(key)))
+    waiting = [pool.submit(_compile, key, target.arch) for key in ordered]
+
+    def wait() -> None:
+        for each in waiting:
+            each.result()
+
+    done = pool.submit(wait)
+    pool.shutdown(wait=False)
+    return done
+
+
+def _compile(key: KernelKey, arch: str) -> None:
+    try:
+        build = build_of(key)
+        KERNELS.compiler.compile(build.source, build.name_expression, arch=compile_arch(arch))
+    except PagedTrtError as error:
+        _LOG.info("%s: %s", key, error)
