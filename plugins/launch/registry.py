@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Final
 
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
@@ -14,9 +16,46 @@ class KernelPath(enum.Enum):
 
     APPEND = "append"
     DECODE_DIRECT = "decode_direct"
+    DECODE_CLUSTER = "decode_cluster"
+    DECODE_COUNTER = "decode_counter"
+    DECODE_BALANCED = "decode_balanced"
     DECODE_SPLIT = "decode_split"
     MERGE = "merge"
     PREFILL = "prefill"
+
+
+DECODE_PATHS: Final = (
+    KernelPath.DECODE_DIRECT,
+    KernelPath.DECODE_CLUSTER,
+    KernelPath.DECODE_COUNTER,
+    KernelPath.DECODE_BALANCED,
+    KernelPath.DECODE_SPLIT,
+)
+"""Kernels that attend one token per sequence."""
+
+
+class Feature(enum.Flag):
+    """Features of the op that a decode kernel is compiled for; off, one costs nothing.
+
+    The values are those of `kernels/decode_config.cuh`.
+    """
+
+    NONE = 0
+    WINDOW = 1
+    SOFTCAP = 2
+    ROPE = 4
+
+    @classmethod
+    def of(cls, attention: AttentionSpec) -> Feature:
+        """What a layer uses."""
+        found = cls.NONE
+        if attention.window != FULL_WINDOW:
+            found |= cls.WINDOW
+        if attention.softcap > 0:
+            found |= cls.SOFTCAP
+        if attention.rope is not Rope.NONE:
+            found |= cls.ROPE
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +70,7 @@ class KernelKey:
         head_dim: elements of a key head.
         value_head_dim: elements of a value head.
         group_size: query heads that share a key head.
+        features: what a decode kernel does besides; NONE for other kernels.
     """
 
     path: KernelPath
@@ -40,6 +80,7 @@ class KernelKey:
     head_dim: int
     value_head_dim: int
     group_size: int
+    features: Feature = Feature.NONE
 
     @classmethod
     def of(cls, path: KernelPath, request: AttentionPlanRequest) -> KernelKey:
@@ -53,11 +94,13 @@ class KernelKey:
             head_dim=attention.head_dim,
             value_head_dim=attention.value_head_dim,
             group_size=attention.group_size,
+            features=Feature.of(attention) if path in DECODE_PATHS else Feature.NONE,
         )
 
     def __str__(self) -> str:
+        features = f", {self.features.name}" if self.features else ""
         return (
             f"{self.path.value} {self.activation_dtype.value} -> {self.kv_cache_dtype.value}, "
             f"head_dim {self.head_dim}, value_head_dim {self.value_head_dim}, "
-            f"group_size {self.group_size}, {self.arch or 'any device'}"
+            f"group_size {self.group_size}{features}, {self.arch or 'any device'}"
         )
