@@ -1,7 +1,9 @@
 // Append: rotate the new keys, quantise, and write keys and values through the page table.
 //
-// Grid: (token rows, slices of a token's chunks). A thread writes chunks of eight elements: one
-// 16-byte load, one store. Padding rows and pages that do not exist are not written.
+// Grid: (tiles of tokens_per_block token rows, slices of a tile's chunks). A thread writes chunks of
+// eight elements: one 16-byte load, one store. Padding rows and pages that do not exist are not
+// written. Queries are rotated where they are read, by the attention kernel: here they would cost
+// a copy of their own.
 #include "dependent_launch.cuh"
 #include "page_table.cuh"
 #include "quantise.cuh"
@@ -11,6 +13,9 @@
 namespace paged_trt {
 
 constexpr int kChunk = 8;  // elements
+constexpr int kAppendThreads = 256;
+constexpr int kMostTokensPerBlock = kAppendThreads / 32;  // a warp finds the place of one
+constexpr int kChunksInFlight = 4;  // per thread: loads that do not wait for each other
 
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {
@@ -22,11 +27,11 @@ __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw)
   }
 }
 
-// `head` is the whole key head, `first` the chunk's first element.
+// `head` is the whole key head, `first` the chunk's first element, `values` the chunk.
 template <class Activation>
-__device__ __forceinline__ void rotate_chunk(float (&values)[kChunk], const Activation* head,
-                                             int32_t first, const float* angles, int32_t rope,
-                                             int32_t rotary_dim) {
+__device__ __forceinline__ void rotate_elements(float (&values)[kChunk], const Activation* head,
+                                                int32_t first, const float* angles, int32_t rope,
+                                                int32_t rotary_dim) {
   const auto* bits = reinterpret_cast<const uint16_t*>(head);
 #pragma unroll
   for (int i = 0; i < kChunk; i++) {
@@ -34,6 +39,36 @@ __device__ __forceinline__ void rotate_chunk(float (&values)[kChunk], const Acti
     const RopePlace place = rope_place(first + i, rotary_dim, rope);
     values[i] =
         rotate(values[i], unpack_one<Activation>(bits[place.partner]), place, angles, rotary_dim);
+  }
+}
+
+// The same with 16-byte loads: where a chunk's partners are a chunk, and so are its angles.
+template <class Activation>
+__device__ __forceinline__ void rotate_whole_chunk(float (&values)[kChunk], const Activation* head,
+                                                   int32_t first, const float* angles,
+                                                   int32_t rope, int32_t rotary_dim) {
+  const bool is_interleaved = rope == kRopeInterleaved;
+  float partners[kChunk], table[2][kChunk];
+  const RopePlace place = rope_place(first, rotary_dim, rope);
+  if (!is_interleaved) {
+    unpack_chunk<Activation>(partners, *reinterpret_cast<const uint4*>(head + place.partner));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float4* row = reinterpret_cast<const float4*>(angles + i * (rotary_dim / 2) + place.angle);
+    *reinterpret_cast<float4*>(&table[i][0]) = row[0];
+    *reinterpret_cast<float4*>(&table[i][4]) = is_interleaved ? make_float4(0, 0, 0, 0) : row[1];
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 2) {
+    const float own[2] = {values[i], values[i + 1]};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      values[i + j] =
+          is_interleaved
+              ? turned(own[j], own[1 - j], table[0][i / 2], table[1][i / 2], j == 0)
+              : turned(own[j], partners[i + j], table[0][i + j], table[1][i + j], place.is_first);
+    }
   }
 }
 
@@ -78,48 +113,105 @@ __device__ __forceinline__ TokenPlace find_token(const AppendArgs& args, int32_t
   return {position, is_page(page, args.num_pages) ? page : -1};
 }
 
-template <class Activation, class Kv, int kHeadDim, int kValueDim>
-__global__ void __launch_bounds__(256) append(const __grid_constant__ AppendArgs args) {
+// One chunk of a token: which head of keys or values, and where in it.
+template <int kHeadDim, int kValueDim>
+struct ChunkPlace {
   static_assert(kHeadDim % kChunk == 0 && kValueDim % kChunk == 0, "heads are whole chunks");
-  constexpr int kKeyChunks = kHeadDim / kChunk, kChunks = kKeyChunks + kValueDim / kChunk;
+  static constexpr int kKeyChunks = kHeadDim / kChunk, kValueChunks = kValueDim / kChunk;
+  bool is_key;
+  int32_t head, dim, first;
+
+  __device__ __forceinline__ ChunkPlace(int32_t chunk, int32_t num_kv_heads) {
+    const int32_t key_chunks = num_kv_heads * kKeyChunks;
+    is_key = chunk < key_chunks;
+    const int32_t local = is_key ? chunk : chunk - key_chunks;
+    head = is_key ? local / kKeyChunks : local / kValueChunks;
+    dim = is_key ? kHeadDim : kValueDim;
+    first = local * kChunk - head * dim;
+  }
+
+  template <class Activation>
+  __device__ __forceinline__ const Activation* source(const AppendArgs& args, int32_t token) const {
+    return static_cast<const Activation*>(is_key ? args.key : args.value) +
+           token * (is_key ? args.key_token_stride : args.value_token_stride) + head * dim;
+  }
+};
+
+template <class Activation, class Kv, class Chunk>
+__device__ __forceinline__ void append_chunk(const AppendArgs& args, const Chunk& chunk, uint4 raw,
+                                             int32_t token, TokenPlace place) {
+  const bool turns = chunk.is_key && args.rope != 0 && chunk.first < args.rotary_dim;
+  void* pool = chunk.is_key ? args.key_pool : args.value_pool;
+  const auto slot = static_cast<int32_t>(place.position % kTokensPerPage);
+  const int64_t element = tile_offset(place.page, args.num_kv_heads, chunk.head, chunk.dim) +
+                          slot * chunk.dim + chunk.first;
+  if constexpr (kSameType<Activation, Kv>) {
+    if (!turns) {  // bits as they are
+      *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + element) = raw;
+      return;
+    }
+  }
+  float values[kChunk];
+  unpack_chunk<Activation>(values, raw);
+  if (turns) {
+    const float* angles = args.rope_cos_sin + place.position * args.rotary_dim;
+    const auto* head = chunk.template source<Activation>(args, token);
+    if (args.rotary_dim % (2 * kChunk) == 0) {
+      rotate_whole_chunk(values, head, chunk.first, angles, args.rope, args.rotary_dim);
+    } else {
+      rotate_elements(values, head, chunk.first, angles, args.rope, args.rotary_dim);
+    }
+  }
+  const float scale =
+      kIsQuantised<Kv> ? args.kv_scales[(chunk.is_key ? 0 : args.num_kv_heads) + chunk.head] : 1.f;
+  store_chunk<Kv>(pool, element, values, scale);
+}
+
+// The counters of the decode behind: no block of it can have touched them yet.
+__device__ __forceinline__ void clear_counters(const AppendArgs& args) {
+  if (blockIdx.y != 0) return;
+  for (int32_t i = blockIdx.x * kAppendThreads + threadIdx.x; i < args.num_counters;
+       i += gridDim.x * kAppendThreads) {
+    args.counters[i] = 0;
+  }
+}
+
+template <class Activation, class Kv, int kHeadDim, int kValueDim>
+__global__ void __launch_bounds__(kAppendThreads) append(const __grid_constant__ AppendArgs args) {
+  using Chunk = ChunkPlace<kHeadDim, kValueDim>;
+  __shared__ TokenPlace places[kMostTokensPerBlock];
   allow_next_kernel();
-  const int32_t token = blockIdx.x;
-  const TokenPlace place = find_token(args, token);
+  const int32_t first = blockIdx.x * args.tokens_per_block, warp = threadIdx.x / 32;
+  const int32_t count = min(args.tokens_per_block, args.num_tokens - first);
+  const int32_t chunks = args.num_kv_heads * (Chunk::kKeyChunks + Chunk::kValueChunks);
+  const int32_t stride = gridDim.y * kAppendThreads;
   wait_for_previous_kernel();
-  if (place.page < 0) return;
-  const int32_t slot = static_cast<int32_t>(place.position % kTokensPerPage);
-  const int32_t key_chunks = args.num_kv_heads * kKeyChunks;
-  const int32_t stride = gridDim.y * blockDim.x;
-  for (int32_t i = blockIdx.y * blockDim.x + threadIdx.x; i < args.num_kv_heads * kChunks;
-       i += stride) {
-    const bool is_key = i < key_chunks;
-    const int32_t local = is_key ? i : i - key_chunks;
-    const int32_t head = is_key ? local / kKeyChunks : local / (kChunks - kKeyChunks);
-    const int32_t dim = is_key ? kHeadDim : kValueDim;
-    const int32_t first = local * kChunk - head * dim;
-    const auto* source =
-        static_cast<const Activation*>(is_key ? args.key : args.value) +
-        token * (is_key ? args.key_token_stride : args.value_token_stride) + head * dim;
-    const uint4 raw = *reinterpret_cast<const uint4*>(source + first);
-    const bool turns = is_key && args.rope != 0 && first < args.rotary_dim;
-    void* pool = is_key ? args.key_pool : args.value_pool;
-    const int64_t element =
-        tile_offset(place.page, args.num_kv_heads, head, dim) + slot * dim + first;
-    if constexpr (kSameType<Activation, Kv>) {
-      if (!turns) {  // bits as they are
-        *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + element) = raw;
-        continue;
+  clear_counters(args);
+  for (int32_t i0 = blockIdx.y * kAppendThreads + threadIdx.x, round = 0; round * stride * kChunksInFlight < count * chunks;
+       round++, i0 += stride * kChunksInFlight) {
+    uint4 raw[kChunksInFlight];
+#pragma unroll
+    for (int k = 0; k < kChunksInFlight; k++) {
+      const int32_t i = i0 + k * stride;
+      if (i >= count * chunks) continue;
+      const Chunk chunk(i % chunks, args.num_kv_heads);
+      raw[k] = *reinterpret_cast<const uint4*>(
+          chunk.template source<Activation>(args, first + i / chunks) + chunk.first);
+    }
+    if (round == 0) {  // found while the first chunks are on their way
+      if (warp < count) {
+        const TokenPlace place = find_token(args, first + warp);
+        if (threadIdx.x % 32 == 0) places[warp] = place;
       }
+      __syncthreads();
     }
-    float values[kChunk];
-    unpack_chunk<Activation>(values, raw);
-    if (turns) {
-      const float* angles = args.rope_cos_sin + place.position * args.rotary_dim;
-      rotate_chunk(values, source, first, angles, args.rope, args.rotary_dim);
+#pragma unroll
+    for (int k = 0; k < kChunksInFlight; k++) {
+      const int32_t i = i0 + k * stride, row = i / chunks;
+      if (i >= count * chunks || places[row].page < 0) continue;
+      append_chunk<Activation, Kv>(args, Chunk(i % chunks, args.num_kv_heads), raw[k], first + row,
+                                   places[row]);
     }
-    const float scale =
-        kIsQuantised<Kv> ? args.kv_scales[(is_key ? 0 : args.num_kv_heads) + head] : 1.f;
-    store_chunk<Kv>(pool, element, values, scale);
   }
 }
 

@@ -7,9 +7,9 @@ from typing import Final
 
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv import tokens_in_pages
-from paged_trt.plugins.launch.planner import plan_workspace_bytes
 from paged_trt.plugins.launch.plans import AttentionPlan, SplitKv
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.workspace import plan_workspace_bytes
 
 MAX_EXPLICIT_WORKSPACE_BYTES: Final = 2**30
 """A split that needs more moves more partial results than it is ever worth."""

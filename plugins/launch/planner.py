@@ -11,15 +11,13 @@ import dataclasses
 from typing import Final, Protocol
 
 from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
-from paged_trt.plugins.launch.kernels_decode import (
-    HEADS_PER_TILE,
-    head_tiles,
-    split_partitions,
-    split_workspace_bytes,
-)
+from paged_trt.plugins.launch.kernels_decode import decode_candidates
 from paged_trt.plugins.launch.kernels_prefill_sm90 import plan_prefill
 from paged_trt.plugins.launch.plans import (
     AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
     Direct,
     PlanSource,
     PrefillPlan,
@@ -27,18 +25,33 @@ from paged_trt.plugins.launch.plans import (
 )
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import NO_TUNED_PLANS, TunedPlans
+from paged_trt.plugins.launch.workspace import (
+    MOST_MULTIPROCESSORS,
+    block_columns,
+    block_heads,
+    has_clusters,
+    multiprocessors,
+    plan_workspace_bytes,
+    visible_pages,
+)
 
-USUAL_MULTIPROCESSORS: Final = 132
-"""Of an H100 or H200; taken where the device is not known."""
-MOST_MULTIPROCESSORS: Final = 256
-"""More are not filled by a split: the workspace is bounded before the device is known."""
 DIRECT_FACTOR: Final = 1.5
-"""Blocks per multiprocessor from which a direct decode reads as fast as a split one (measured
+"""Blocks per multiprocessor from which a direct decode reads as fast as a shared one (measured
 on an H200: 200 blocks on 132 multiprocessors)."""
-MOST_PARTITIONS: Final = 64
-"""More are slower to merge than they are to read."""
+BALANCE_FACTOR: Final = 0.75
+"""Blocks per multiprocessor from which sharing the batch beats sharing each sequence."""
 DIRECT_TOKENS: Final = 512
-"""So few keys are read faster than a merge kernel starts."""
+"""So few keys are read faster than blocks merge through memory."""
+SMALLEST_SHARE: Final = 64
+"""Tokens below which a block of a cluster has too little to read."""
+BALANCE_TOKENS: Final = 2048
+"""Longest sequences from which uneven lengths cost more than a schedule."""
+CLUSTER_TOKENS: Final = 1024
+"""Longest sequences for which clusters of eight win: beyond, they leave multiprocessors idle."""
+MOST_HEURISTIC_BLOCKS: Final = 32
+"""Beyond so many partials a merge kernel is faster than one last block."""
+MOST_SLOTS: Final = 4 * MOST_MULTIPROCESSORS
+"""Partials that no heuristic plan passes: two of each block of a balanced decode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,36 +108,24 @@ class PolicyPlanner:
                 plan=found.plan, source=PlanSource.TUNED, reason=found.explain()
             )
         return PlannedAttention(
-            plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_sizes(request)
+            plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_reason(request)
         )
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
         """Bytes of partial results that no plan passes, on any device."""
         if self.explicit is not None:
             # Grows with N and with M, so the largest step needs most.
-            return plan_workspace_bytes(self.explicit, largest)
-        attention, step = largest.attention, largest.step
-        pages = _visible_pages(largest)
+            return plan_workspace_bytes(
+                self.explicit,
+                dataclasses.replace(largest, num_multiprocessors=MOST_MULTIPROCESSORS),
+            )
+        attention, pages = largest.attention, visible_pages(largest)
         if tokens_in_pages(pages) <= DIRECT_TOKENS:
             return 0
-        # N * Hkv * partitions of a split: twice fewer blocks than make a direct decode, or one
-        # for each multiprocessor; and never more than every sequence with every page.
-        split_rows = min(
-            int(2 * DIRECT_FACTOR * MOST_MULTIPROCESSORS),
-            step.num_seqs * attention.num_kv_heads * pages,
-        )
-        row_bytes = 4 * (attention.value_head_dim + 1)
-        return split_rows * attention.group_size * row_bytes
-
-
-def plan_workspace_bytes(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
-    """Bytes of partial results of one step under a plan."""
-    if not isinstance(plan, SplitKv):
-        return 0
-    partitions = split_partitions(
-        plan, table_width=request.step.table_width, window=request.attention.window
-    )
-    return split_workspace_bytes(request.step, request.attention, partitions)
+        columns = largest.step.num_seqs * block_columns(attention)
+        slots = min(MOST_SLOTS, columns * pages)
+        slot_bytes = 4 * block_heads(attention) * (attention.value_head_dim + 1)
+        return slots * slot_bytes + 4 * columns
 
 
 def _fits(plan: AttentionPlan, request: AttentionPlanRequest) -> bool:
@@ -133,49 +134,55 @@ def _fits(plan: AttentionPlan, request: AttentionPlanRequest) -> bool:
     return plan_workspace_bytes(plan, request) <= bound
 
 
-def _sizes(request: AttentionPlanRequest) -> str:
-    """What the heuristic went by."""
-    units = request.num_multiprocessors or f"{USUAL_MULTIPROCESSORS} (assumed)"
-    return (
-        f"{request.step.num_seqs} sequences x {request.attention.num_kv_heads} key heads x "
-        f"{tokens_in_pages(_visible_pages(request))} keys on {units} multiprocessors"
-    )
-
-
 def candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
-    """Plans worth timing, the heuristic's first; all fit the workspace of every engine."""
+    """Plans of a decode step worth timing, the heuristic's first.
+
+    All fit the workspace of every engine that was built without a policy.
+    """
     first = _heuristic(request)
-    if not request.is_decode:
-        return (first,)
-    others: list[AttentionPlan] = [Direct()]
-    pages = _visible_pages(request)
-    parts = 2
-    while parts <= min(pages, MOST_PARTITIONS):
-        tokens = tokens_in_pages(-(-pages // parts))
-        others.append(SplitKv(partition_tokens=tokens, threshold_tokens=tokens))
-        parts *= 2
-    others = [plan for plan in others if plan != first and _fits(plan, request)]
-    return (first, *dict.fromkeys(others))
+    others = [plan for plan in decode_candidates(request) if _fits(plan, request)]
+    return tuple(dict.fromkeys((first, *others)))
 
 
 def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
-    """About one block for each multiprocessor, and at least two partitions where it splits."""
-    attention = request.attention
-    tile = HEADS_PER_TILE * head_tiles(attention.group_size, attention.value_head_dim)
-    blocks = request.step.num_seqs * attention.num_kv_heads * -(-attention.group_size // tile)
-    units = min(request.num_multiprocessors or USUAL_MULTIPROCESSORS, MOST_MULTIPROCESSORS)
-    tokens = tokens_in_pages(_visible_pages(request))
-    if blocks >= DIRECT_FACTOR * units or tokens <= DIRECT_TOKENS:
+    """About one block for each multiprocessor, or two where blocks are small."""
+    attention, num_seqs = request.attention, request.step.num_seqs
+    columns = num_seqs * block_columns(attention)
+    units = multiprocessors(request)
+    pages = visible_pages(request)
+    tokens = tokens_in_pages(pages)
+    if num_seqs > 1 and columns >= BALANCE_FACTOR * units and tokens > BALANCE_TOKENS:
+        return Balanced()
+    if columns >= DIRECT_FACTOR * units:
         return Direct()
-    partitions = max(2, units // blocks)
+    blocks = max(2, units // columns)
+    if has_clusters(request.arch) and (blocks < 8 or tokens <= CLUSTER_TOKENS):
+        fitting = [size for size in (2, 4, 8) if size <= blocks and size * SMALLEST_SHARE <= tokens]
+        return Cluster(blocks=fitting[-1]) if fitting else Direct()
+    if tokens <= DIRECT_TOKENS:
+        return Direct()
+    blocks = min(blocks, pages)
+    if blocks <= MOST_HEURISTIC_BLOCKS:
+        return Counter(blocks=blocks)
     # Whole pages: a partition of that many tokens, rounded up to its last page.
-    partition = tokens_in_pages(pages_for_tokens(-(-tokens // partitions)))
+    partition = tokens_in_pages(pages_for_tokens(-(-tokens // blocks)))
     return SplitKv(partition_tokens=partition, threshold_tokens=partition)
 
 
-def _visible_pages(request: AttentionPlanRequest) -> int:
-    """Pages of one sequence that a decode step may read."""
-    single = SplitKv(partition_tokens=tokens_in_pages(1), threshold_tokens=0)
-    return split_partitions(
-        single, table_width=request.step.table_width, window=request.attention.window
-    )
+def _reason(request: AttentionPlanRequest) -> str:
+    """Why `_heuristic` chose its plan, in words."""
+    plan = _heuristic(request)
+    columns = request.step.num_seqs * block_columns(request.attention)
+    tokens, units = tokens_in_pages(visible_pages(request)), multiprocessors(request)
+    where = f"{columns} blocks of heads, up to {tokens} keys each, {units} multiprocessors"
+    if isinstance(plan, Balanced):
+        return f"{where}: enough work to fill the device, shared evenly because lengths may differ"
+    if isinstance(plan, Direct):
+        if columns >= DIRECT_FACTOR * units:
+            return f"{where}: one block each fills the device"
+        return f"{where}: so few keys are read faster than blocks merge"
+    if isinstance(plan, Cluster):
+        return f"{where}: {plan.blocks} blocks share the keys of each and merge on chip"
+    if isinstance(plan, Counter):
+        return f"{where}: {plan.blocks} blocks share the keys of each, the last one merges"
+    return f"{where}: so many partitions that a kernel of its own merges them"

@@ -15,9 +15,8 @@ from paged_trt.plugins.attention import AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, KernelCompileError
 from paged_trt.plugins.launch.explicit import MAX_EXPLICIT_WORKSPACE_BYTES, require_affordable
-from paged_trt.plugins.launch.kernels_decode import split_partitions
 from paged_trt.plugins.launch.partitions import active_partitions
-from paged_trt.plugins.launch.planner import PolicyPlanner, candidates, plan_workspace_bytes
+from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import (
@@ -30,6 +29,7 @@ from paged_trt.plugins.launch.tuned import (
     write_tuned,
 )
 from paged_trt.plugins.launch.tuner import NOISE, step_lengths, tune_request
+from paged_trt.plugins.launch.workspace import plan_workspace_bytes, split_partitions
 from paged_trt.plugins.operands import StepShape
 
 TARGET = TuningTarget(
