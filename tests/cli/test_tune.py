@@ -27,9 +27,11 @@ def test_a_dry_run_shows_plans_reasons_and_candidates(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["tune", *SHAPES, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "split:256:256 (heuristic)" in out
-    assert "132 (assumed)" in out
+    assert "N 1, M 32" in out
     assert "N 8, M 32" in out
+    assert "(heuristic)" in out
+    assert "132" in out  # multiprocessors that the reason names
+    assert "direct" in out
 
 
 @pytest.mark.parametrize(

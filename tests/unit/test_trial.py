@@ -190,9 +190,8 @@ def test_times_are_of_one_call_and_every_call_takes_part() -> None:
 def test_the_tuner_takes_what_the_device_says() -> None:
     """The whole way from launches to a choice: the stand-in's split is faster than its direct."""
     driver = FakeDriver(memory_bytes=1 << 25)
-    driver.launch_us = lambda launch: {"decode_direct": 50.0, "merge": 2.0}.get(
-        launch.name, 40.0 / launch.args.get("num_partitions", 1)
-    )
+    costs = {"decode_direct": 50.0, "merge": 2.0}
+    driver.launch_us = lambda launch: costs.get(launch.name, 7.0)
     request = AttentionPlanRequest(
         arch="sm_89",
         attention=ATTENTION,
@@ -210,6 +209,7 @@ def test_the_tuner_takes_what_the_device_says() -> None:
     ) as time_plan:
         tuning = tune_request(request, time_plan)
     assert tuning.microseconds[Direct()] == 50.0
-    assert tuning.chosen == SplitKv(partition_tokens=128, threshold_tokens=128)
-    assert tuning.microseconds[tuning.chosen] == pytest.approx(40.0 / 16 + 2.0)
+    assert len(tuning.microseconds) > 2
+    assert tuning.chosen != Direct()
+    assert tuning.microseconds[tuning.chosen] == min(tuning.microseconds.values()) < 10.0
     assert driver.blocks == driver.pinned == {}
