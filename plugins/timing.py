@@ -15,15 +15,23 @@ from typing import Any, Final, Protocol
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.cuda import check
-from paged_trt.plugins.device import Stream
+from paged_trt.plugins.device import Graph, Stream
 
 Call = Callable[[], None]
-Replay = Callable[[], float]
-"""Replays a graph once and gives its microseconds."""
 REPLAYS: Final = 7
 GRAPH_MICROSECONDS: Final = 2000.0
 """A graph lasts about this long, so that starting it does not count."""
 MOST_CALLS: Final = 240
+
+
+class Replay(Protocol):
+    """A recorded graph."""
+
+    def __call__(self) -> float:
+        """Replay it once; its microseconds."""
+
+    def close(self) -> None:
+        """Give it back."""
 
 
 class Graphs(Protocol):
@@ -84,8 +92,11 @@ def measure(
     rounds = max(1, math.ceil(wanted / len(calls)))
     replay = graphs.record([*calls] * rounds)
     count = rounds * len(calls)
-    replay()
-    times = [replay() / count for _ in range(replays)]
+    try:
+        replay()
+        times = [replay() / count for _ in range(replays)]
+    finally:
+        replay.close()
     return Times(
         median=statistics.median(times),
         minimum=min(times),
@@ -93,6 +104,17 @@ def measure(
         calls=count,
         replays=replays,
     )
+
+
+class _DriverReplay:
+    def __init__(self, graphs: DriverGraphs, stream: Stream, graph: Graph) -> None:
+        self._graphs, self._stream, self._graph = graphs, stream, graph
+
+    def __call__(self) -> float:
+        return self._graphs.run(lambda: self._stream.launch(self._graph))
+
+    def close(self) -> None:
+        self._graph.close()
 
 
 class DriverGraphs:
@@ -117,8 +139,7 @@ class DriverGraphs:
             for call in calls:
                 call()
 
-        graph = self._stream.capture(all_of_them)
-        return lambda: self.run(lambda: self._stream.launch(graph))
+        return _DriverReplay(self, self._stream, self._stream.capture(all_of_them))
 
     def run(self, call: Call) -> float:
         """Run one call, not recorded; its microseconds."""

@@ -18,6 +18,7 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.plugins.kv import pages_for_tokens
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
+from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import write_tuned
 from paged_trt.plugins.launch.tuner import TimePlan, Tuning, engine_requests, tune_request
@@ -117,10 +118,14 @@ def command(
         console.print(_plans_table(requests))
         return
     # Everything that needs a GPU, and its packages.
-    from paged_trt.scripts.tune_device import on_device, timing_source
+    from paged_trt.scripts.tune_device import keys_of, on_device, timing_source
 
     target = tuning_target(device)
     requests = [on_device(request, target) for request in requests]
+    start_compiling(
+        key for request in requests for plan in candidates(request)
+        for key in keys_of(request, plan)
+    ).result()  # fmt: skip
     with timing_source(device, requests) as time_plan:
         run = tune_all(requests, time_plan, limit_s=limit_s)
     if not run.tunings:

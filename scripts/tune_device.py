@@ -9,10 +9,11 @@ from typing import Any, Final
 
 from paged_trt.plugins.device import Device, Stream, kept_device
 from paged_trt.plugins.kv import tokens_in_pages
-from paged_trt.plugins.launch.dispatch import warm_keys
+from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.loaded import KERNELS, DeviceKernels
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AttentionPlan
+from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.trial import (
     BYTES_IN_TURN,
@@ -41,6 +42,11 @@ def decode_sizes(request: AttentionPlanRequest) -> StepSizes:
     num_seqs = request.step.num_seqs
     lengths = step_lengths(num_seqs, tokens_in_pages(request.step.table_width))
     return StepSizes(query_lens=(1,) * num_seqs, kv_lens=tuple(lengths))
+
+
+def keys_of(request: AttentionPlanRequest, plan: AttentionPlan) -> list[KernelKey]:
+    """Kernels of a step under a plan."""
+    return [KernelKey.of(path, request) for path in kernel_paths(request, plan)]
 
 
 def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
@@ -90,7 +96,7 @@ def timing_source(
         stack.callback(memory.close)
 
         def time_plan(request: AttentionPlanRequest, plan: AttentionPlan) -> float:
-            kernels.warm(warm_keys(request))
+            kernels.warm(keys_of(request, plan))
             sizes = decode_sizes(request)
             try:
                 trial = prepare_trial(

@@ -32,7 +32,8 @@ BYTES_IN_TURN: Final = 190_000_000
 """Keys and values that launches in turn read before one of them reads the first again: over
 three times the largest second-level cache."""
 MOST_SETS: Final = 48
-_PATTERN_BYTES: Final = 2**24
+_PATTERN_BYTES: Final = 2**23
+_PATTERN_NUMBERS: Final = 2**22
 _ALIGNMENT: Final = 256
 """Bytes, as of every allocation of CUDA."""
 _INT8_SPREAD: Final = 40.0
@@ -133,6 +134,7 @@ class TrialMemory:
         self.pools: list[int] = []
         self._filled: DType | None = None
         self._lent: list[int] = []
+        self._pattern: tuple[DType, int] | None = None
         self._pinned = device.allocate_pinned(_PATTERN_BYTES)
         try:
             for what in ("keys", "values"):
@@ -145,29 +147,61 @@ class TrialMemory:
         """Random numbers of a type in both pools; a second call of a type does nothing."""
         if self._filled is kv:
             return
-        numbers = np.random.default_rng(1).standard_normal(_PATTERN_BYTES // 4, np.float32)
+        numbers = np.random.default_rng(1).standard_normal(_PATTERN_NUMBERS, np.float32)
         pattern = (numbers * (_INT8_SPREAD if kv is DType.INT8 else 1.0)).astype(kv.numpy)
         self._pinned[: pattern.nbytes] = pattern.view(np.uint8)
         for pool in self.pools:
             done = min(pattern.nbytes, self.pool_bytes)
             self.stream.upload(pool, self._pinned.ctypes.data, done)
-            while done < self.pool_bytes:
-                size = min(done, self.pool_bytes - done)
-                self.stream.copy(pool + done, pool, size)
-                done += size
+            self._repeat(pool, done, self.pool_bytes)
         self.stream.synchronize()
         self._filled = kv
+
+    def random(self, dtype: DType, count: int, *, seed: int) -> int:
+        """Address of `count` random numbers, until `release`.
+
+        Args:
+            dtype: an activation type.
+            count: of numbers.
+            seed: which stretch of the pattern comes first.
+        """
+        size = count * dtype.itemsize
+        address = self.scratch(size, "an operand of a trial")
+        # Quantised pools hold other numbers than activations: they have a pattern of their own.
+        if self._pattern is None or self._pattern[0] is not dtype:
+            if self._pattern is not None:
+                self.device.free(self._pattern[1])
+            numbers = np.random.default_rng(2).standard_normal(_PATTERN_NUMBERS, np.float32)
+            data = numbers.astype(dtype.numpy)
+            self._pattern = (dtype, self.device.allocate(data.nbytes, "random numbers"))
+            self._send(self._pattern[1], data.view(np.uint8))
+        pattern_bytes = _PATTERN_NUMBERS * dtype.itemsize
+        start = seed % 16 * (pattern_bytes // 16)
+        done = min(size, pattern_bytes - start)
+        self.stream.copy(address, self._pattern[1] + start, done)
+        self._repeat(address, done, size)
+        return address
 
     def upload(self, array: Array) -> int:
         """Address of a copy of `array`, until `release`."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         address = self.scratch(data.nbytes, "an operand of a trial")
+        self._send(address, data)
+        return address
+
+    def _send(self, address: int, data: Array) -> None:
         for start in range(0, data.nbytes, _PATTERN_BYTES):
             part = data[start : start + _PATTERN_BYTES]
             self._pinned[: part.nbytes] = part
             self.stream.upload(address + start, self._pinned.ctypes.data, part.nbytes)
             self.stream.synchronize()
-        return address
+
+    def _repeat(self, address: int, done: int, size: int) -> None:
+        """Fill memory with copies of its first `done` bytes."""
+        while done < size:
+            part = min(done, size - done)
+            self.stream.copy(address + done, address, part)
+            done += part
 
     def scratch(self, num_bytes: int, what: str) -> int:
         """Address of uninitialized memory, until `release`."""
@@ -183,6 +217,9 @@ class TrialMemory:
     def close(self) -> None:
         """Free everything."""
         self.release()
+        if self._pattern is not None:
+            self.device.free(self._pattern[1])
+            self._pattern = None
         while self.pools:
             self.device.free(self.pools.pop())
         self.device.free_pinned(self._pinned)
@@ -332,19 +369,18 @@ def _operands(
 ) -> list[int]:
     """Addresses of every operand but the page table, in the order of `Operand`."""
     attention, tokens = request.attention, request.step.num_tokens
-    random = np.random.default_rng(seed + 2)
 
-    def numbers(heads: int, dim: int) -> int:
-        array = random.standard_normal((tokens, heads, dim), np.float32)
-        return memory.upload(array.astype(request.activation_dtype.numpy))
+    def numbers(heads: int, dim: int, salt: int) -> int:
+        count = tokens * heads * dim
+        return memory.random(request.activation_dtype, count, seed=3 * seed + salt)
 
     offsets = np.concatenate([[0], np.cumsum(sizes.query_lens)]).astype(np.int32)
     pasts = np.subtract(sizes.kv_lens, sizes.query_lens).astype(np.int32)
     scales = np.full((2, attention.num_kv_heads), pool_scale(request.kv_cache_dtype), np.float32)
     return [
-        numbers(attention.num_q_heads, attention.head_dim),
-        numbers(attention.num_kv_heads, attention.head_dim),
-        numbers(attention.num_kv_heads, attention.value_head_dim),
+        numbers(attention.num_q_heads, attention.head_dim, 0),
+        numbers(attention.num_kv_heads, attention.head_dim, 1),
+        numbers(attention.num_kv_heads, attention.value_head_dim, 2),
         *memory.pools,
         memory.upload(offsets),
         memory.upload(pasts),

@@ -9,11 +9,12 @@ import click
 from rich.console import Console
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.scripts.cli import plain
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
 from paged_trt.scripts.kernel_bench.libraries import find_peers, require_torch, versions_of
-from paged_trt.scripts.kernel_bench.ours import start_compiling
+from paged_trt.scripts.kernel_bench.ours import kernels_of
 from paged_trt.scripts.kernel_bench.plots import draw, require_plots
 from paged_trt.scripts.kernel_bench.report import results_of, results_path, rows_table
 from paged_trt.scripts.kernel_bench.run import open_bench
@@ -86,7 +87,7 @@ def command(
     console = Console()
     everything = [cell for found in cells.values() for cell in found]
     # Meanwhile libraries are imported and the machine's limits are measured.
-    compiling = start_compiling(everything, target, all_plans=all_plans)
+    compiling = start_compiling(kernels_of(everything, target, all_plans=all_plans))
     # FlashInfer wants a folder of its own, also where it builds nothing.
     with (
         tempfile.TemporaryDirectory(prefix="paged-trt-") as folder,

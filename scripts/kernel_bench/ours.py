@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import logging
-import os
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import PagedTrtError
-from paged_trt.plugins.launch.compiler import compile_arch
 from paged_trt.plugins.launch.dispatch import kernel_paths
-from paged_trt.plugins.launch.loaded import KERNELS, build_of
+from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey
@@ -34,9 +28,6 @@ from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
 from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
-
-COMPILE_THREADS: Final = 16
-_LOG: Final = logging.getLogger("paged_trt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,45 +136,21 @@ class OurKernels:
         return ", ".join(path.value for path in paths if wanted(path.value))
 
 
-def start_compiling(
-    cells: Iterable[Cell], target: TuningTarget, *, all_plans: bool
-) -> concurrent.futures.Future[None]:
-    """Compile what the cells need into the cache, in threads; what fails fails again at its cell.
+def kernels_of(cells: Iterable[Cell], target: TuningTarget, *, all_plans: bool) -> set[KernelKey]:
+    """Kernels that cells launch.
 
     Args:
-        cells: all that are going to be run.
+        cells: the shapes.
         target: the device.
-        all_plans: what every candidate needs, not only what the planner takes.
-
-    Returns:
-        Done when everything is compiled.
+        all_plans: those of every candidate, not only of what the planner takes.
     """
     planner = PolicyPlanner(explicit=None, tuned=tuned_plans())
     keys: set[KernelKey] = set()
     for cell in cells:
         request = cell.request(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
-        plans = [planner.plan(request).plan, *(candidates(request) if all_plans else ())]
+        is_decode = all_plans and request.is_decode
+        plans = [planner.plan(request).plan, *(candidates(request) if is_decode else ())]
         keys.update(
             KernelKey.of(path, request) for plan in plans for path in kernel_paths(request, plan)
         )
-    threads = min(COMPILE_THREADS, os.cpu_count() or 1)
-    pool = concurrent.futures.ThreadPoolExecutor(threads + 1)
-    # The longest first: the widest heads compile for seconds.
-    ordered = sorted(keys, key=lambda key: (-key.head_dim, str(key)))
-    waiting = [pool.submit(_compile, key, target.arch) for key in ordered]
-
-    def wait() -> None:
-        for each in waiting:
-            each.result()
-
-    done = pool.submit(wait)
-    pool.shutdown(wait=False)
-    return done
-
-
-def _compile(key: KernelKey, arch: str) -> None:
-    try:
-        build = build_of(key)
-        KERNELS.compiler.compile(build.source, build.name_expression, arch=compile_arch(arch))
-    except PagedTrtError as error:
-        _LOG.info("%s: %s", key, error)
+    return keys

@@ -30,11 +30,13 @@ class TorchGraphs:
                     call()
             finally:
                 graph.capture_end()
-        return lambda: self.run(graph.replay)
+        return _TorchReplay(self, graph)
 
     def run(self, call: Callable[[], Any]) -> float:
         """Run one call, not recorded; its microseconds."""
         torch = self.torch
+        # Tensors of a cell, and plans of libraries, are made on another stream.
+        torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             begin.record()
@@ -42,3 +44,14 @@ class TorchGraphs:
             end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
+
+
+class _TorchReplay:
+    def __init__(self, graphs: TorchGraphs, graph: Any) -> None:
+        self._graphs, self._graph = graphs, graph
+
+    def __call__(self) -> float:
+        return self._graphs.run(self._graph.replay)
+
+    def close(self) -> None:
+        self._graph.reset()

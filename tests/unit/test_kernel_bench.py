@@ -103,8 +103,19 @@ class FakeGraphs:
             raise RuntimeError("illegal address")
         return float(call() or 0.0)
 
-    def record(self, calls: Any) -> Callable[[], float]:
-        return lambda: sum(call() for call in calls)
+    def record(self, calls: Any) -> Any:
+        return FakeReplay(calls)
+
+
+class FakeReplay:
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+
+    def __call__(self) -> float:
+        return float(sum(call() for call in self.calls))
+
+    def close(self) -> None:
+        pass
 
 
 class FakeMemory:
