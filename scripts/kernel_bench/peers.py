@@ -29,7 +29,7 @@ CHECKED_QUERIES: Final = 256
 
 
 class PeerError(PagedTrtError):
-    """A library cannot run a cell; the message says why."""
+    """A cell that is none for a library; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

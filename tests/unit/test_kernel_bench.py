@@ -208,7 +208,7 @@ def test_a_library_that_keeps_failing_is_left_out_and_one_that_declines_is_not()
     rows, _ = make_bench(failing, declining).run(cells)
     assert failing.prepared == MOST_FAILURES
     assert declining.prepared == len(cells)
-    assert rows[0]["errors"]["failing"] == "RuntimeError: no kernel image"
+    assert rows[0]["errors"] == {"failing": "RuntimeError: no kernel image"}
     assert all("ratio_to_best_peer" not in row for row in rows)
 
 
