@@ -110,6 +110,8 @@ def command(
             console.print(rows_table(results))
             if note:
                 console.print(plain(note))
+            if bench.is_interrupted:
+                raise KeyboardInterrupt
 
 
 def _write(results: Results, folder: Path, *, plot: bool) -> None:

@@ -53,6 +53,9 @@ class Bench:
         our_error: error of our own result; None where nothing can compute it.
         all_plans: time every candidate of the planner too.
         show: gets one line per cell.
+        failures: of each library in each group of cells.
+        checked: kinds of cells whose result was compared.
+        is_interrupted: whether Ctrl-C ended `run`.
     """
 
     graphs: Graphs
@@ -67,6 +70,7 @@ class Bench:
     show: Callable[[str], None] = lambda line: None
     failures: dict[tuple[str, Family, str], int] = dataclasses.field(default_factory=dict)
     checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    is_interrupted: bool = False
 
     def run(self, cells: Sequence[Cell], *, limit_s: float | None = None) -> tuple[list[Row], str]:
         """Rows of the cells, and why cells are missing; empty where none is.
@@ -84,6 +88,9 @@ class Bench:
                 row = self.cell(cell)
             except ExecutionError as error:
                 return rows, f"stopped at {cell}: {error}"
+            except KeyboardInterrupt:
+                self.is_interrupted = True
+                return rows, f"interrupted at cell {index + 1} of {len(cells)}"
             rows.append(row)
             self.show(f"{time.monotonic() - begin:6.1f} s  {line_of(cell, row)}")
         return rows, ""

@@ -133,7 +133,7 @@ class FakeOurs:
 
     def __init__(self, microseconds: float = 50.0) -> None:
         self.microseconds = microseconds
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def time(self, cell: Cell, *, estimate: float, all_plans: bool) -> OurTimes:
         if self.error is not None:
@@ -244,6 +244,16 @@ def test_a_lost_device_ends_the_run_and_keeps_what_there_is() -> None:
     assert "the device is lost" in note
     with pytest.raises(ExecutionError):
         bench._require_device(RuntimeError("again"))
+
+
+def test_an_interrupt_keeps_what_was_measured() -> None:
+    bench = make_bench()
+    rows, note = bench.run([CELL])
+    bench.ours.error = KeyboardInterrupt()
+    more, note = bench.run([CELL, CELL])
+    assert (len(rows), more) == (1, [])
+    assert note == "interrupted at cell 1 of 2"
+    assert bench.is_interrupted
 
 
 def test_the_limit_keeps_what_was_measured() -> None:
