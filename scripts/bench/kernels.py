@@ -14,10 +14,10 @@ from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.scripts.cli import plain
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
 from paged_trt.scripts.kernel_bench.libraries import find_peers, require_torch, versions_of
+from paged_trt.scripts.kernel_bench.opening import open_bench
 from paged_trt.scripts.kernel_bench.ours import kernels_of
 from paged_trt.scripts.kernel_bench.plots import draw, require_plots
 from paged_trt.scripts.kernel_bench.report import results_of, results_path, rows_table
-from paged_trt.scripts.kernel_bench.run import open_bench
 from paged_trt.scripts.results import Results
 
 ALL = "all"

@@ -9,7 +9,7 @@ from typing import Any, Final
 from paged_trt.plugins import cuda, device
 from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.launch.compiler import compile_arch
-from paged_trt.plugins.launch.trial import TrialMemory
+from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.timing import Graphs, measure
 
 READ_BYTES: Final = 2**32

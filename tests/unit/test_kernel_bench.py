@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, KernelError
-from paged_trt.plugins.launch.trial import StepSizes
+from paged_trt.plugins.launch.step_sizes import StepSizes
 from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.timing import Times
 from paged_trt.scripts.cli import main
