@@ -17,7 +17,8 @@ from paged_trt.plugins.kv import TOKENS_PER_PAGE
 from paged_trt.plugins.tensors import EngineSpec, TensorSpec
 from paged_trt.plugins.version import version
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+"""Raised when a field of the spec is added: an older manifest says nothing of it."""
 MANIFEST_FILE: Final = "manifest.json"
 PLAN_FILE: Final = "model.plan"
 MODEL_FILE: Final = "model.onnx"
@@ -92,7 +93,7 @@ class SourceRecord(_Record):
 class EngineManifest(_Record):
     """Everything that the runtime must know before it opens a plan."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     created_by: str
     pool: PoolRecord
     spec: EngineSpec

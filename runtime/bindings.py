@@ -17,6 +17,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     PAGE_TABLE,
     PAST_LENS,
     POSITION_IDS,
@@ -60,6 +61,9 @@ class StepBuffers:
         logits_bytes = self._num_logits * spec.vocab_size * spec.logits_dtype.itemsize
         self._logits_host = arena.allocate_pinned(logits_bytes)
         self._logits_device = arena.allocate(logits_bytes, "the logits")
+        if spec.greedy_in_engine:
+            self._tokens_host = arena.allocate_pinned(8 * batch).view(np.int64)
+            self._tokens_device = arena.allocate(8 * batch, "the next tokens")
         self.num_copies = 0
         self.num_table_copies = 0
 
@@ -86,7 +90,7 @@ class StepBuffers:
         self._table_shape = None
 
     def bindings(self, step: StepShape) -> dict[str, Binding]:
-        """Address and dims of every tensor of a step; None for the dims of the logits."""
+        """Address and dims of every tensor of a step; None for the dims of a result."""
         tokens, seqs, width = step.num_tokens, step.num_seqs, step.table_width
         bindings: dict[str, Binding] = {
             INPUT_IDS: (self._device + self._ids_at, (1, tokens)),
@@ -95,6 +99,8 @@ class StepBuffers:
             PAST_LENS: (self._device + self._lens_at, (seqs,)),
             LOGITS: (self._logits_device, None),
         }
+        if self._spec.greedy_in_engine:
+            bindings[NEXT_TOKENS] = (self._tokens_device, None)
         if self._spec.reads_position_ids:
             bindings[POSITION_IDS] = (self._device + self._positions_at(tokens), (1, tokens))
         return bindings
@@ -112,6 +118,14 @@ class StepBuffers:
         logits = raw.view(dtype.numpy).reshape(rows, vocab)
         return logits.astype(np.float32 if dtype is DType.BFLOAT16 else logits.dtype)
 
+    def download_tokens(self, step: StepShape, stream: Stream) -> None:
+        """Ask for the next tokens of a step; `tokens` has them once the stream is idle."""
+        stream.download(self._tokens_host.ctypes.data, self._tokens_device, 8 * step.num_seqs)
+
+    def tokens(self, step: StepShape) -> npt.NDArray[np.int64]:
+        """A copy of the next tokens, `[N]`."""
+        return self._tokens_host[: step.num_seqs].copy()
+
     def _rows(self, step: StepShape) -> int:
         return step.num_seqs if self._spec.logits_mode is LogitsMode.LAST else step.num_tokens
 
@@ -123,11 +137,18 @@ class StepBuffers:
 
     def _upload_table(self, table: npt.NDArray[np.int32], stream: Stream) -> None:
         sent = self._table_host[: table.size].reshape(table.shape)
-        if self._table_shape == table.shape and np.array_equal(sent, table):
-            return
+        first, end = 0, len(table)
+        if self._table_shape == table.shape:
+            changed = np.flatnonzero((sent != table).any(axis=1))
+            if not len(changed):
+                return
+            first, end = int(changed[0]), int(changed[-1]) + 1
         self._table_shape = None
-        sent[:] = table
-        stream.upload(self._table_device, self._table_host.ctypes.data, table.nbytes)
+        sent[first:end] = table[first:end]
+        # From the first row that changed to the last one, in one copy.
+        rows = sent[first:end]
+        start = rows.ctypes.data - self._table_host.ctypes.data
+        stream.upload(self._table_device + start, rows.ctypes.data, rows.nbytes)
         self.num_table_copies += 1
         self._table_shape = table.shape
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_for
@@ -186,7 +186,7 @@ def _polygraphy_runners() -> types.ModuleType:
     try:
         from paged_trt.runtime import polygraphy_runners
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f'{error.name} is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     return polygraphy_runners

@@ -62,9 +62,12 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
         return open_engine(folder, manifest, kv_scales=scales, ordinal=device)
     except UnsupportedError as error:
         if executor == "tensorrt":
-            raise UnsupportedError(
-                f"{error}; or pass `--executor reference` to run the model on the CPU"
-            ) from error
+            # Behind the last lines of a log it stands on a line of its own.
+            end = "\n" if "\n" in str(error) else "; "
+            message = f"{error}{end}or pass `--executor reference` to run the model on the CPU"
+            refused = type(error)(message)
+            refused.code = error.code
+            raise refused from error
         note = f"the reference executor runs the model on the CPU, for TensorRT cannot: {error}"
     _LOG.info("%s", note)
     return _load_reference(folder, manifest, notes=(note,))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import EngineSpec
 
 
@@ -33,6 +35,19 @@ class StepInputs:
     page_table: npt.NDArray[np.int32]
     query_start_offsets: npt.NDArray[np.int32]
     past_lens: npt.NDArray[np.int32]
+
+
+def require_next_tokens(spec: EngineSpec) -> None:
+    """Refuse an engine that gives no `next_tokens`.
+
+    Raises:
+        UnsupportedError: it was built without `--greedy-in-engine`.
+    """
+    if not spec.greedy_in_engine:
+        raise UnsupportedError(
+            "the engine gives logits and no `next_tokens`; read the logits, or rebuild it with "
+            "`paged-trt build --greedy-in-engine`"
+        )
 
 
 class Executor(Protocol):
@@ -71,6 +86,46 @@ class Executor(Protocol):
 
         Raises:
             ExecutionError: the model failed.
+        """
+        ...
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine instead of the logits.
+
+        Returns:
+            `[N]`, the lowest id of the largest logit of each sequence row; an id outside the
+            vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: the model failed.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        ...
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages in every layer, before the next step reads them.
+
+        Args:
+            pages: `(source, target)` page ids; no target is a source.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with what no step may read: bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Make what the first steps would make; a server calls it before its first request.
+
+        Raises:
+            ExecutionError: as `step`.
         """
         ...
 

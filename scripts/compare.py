@@ -21,7 +21,7 @@ from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 EXIT_DIFFERENT = 1
 
 
-def _parse_prompt_lens(
+def parse_prompt_lens(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int, ...] | None:
     """`1,127,128` as a tuple."""
@@ -50,7 +50,7 @@ def _parse_prompt_lens(
 @click.option(
     "--prompt-lens",
     metavar="N,N,...",
-    callback=_parse_prompt_lens,
+    callback=parse_prompt_lens,
     help="Tokens of each prompt; left out, 1 and lengths around one and two pages.",
 )
 @click.option("--prompt", "texts", multiple=True, help="Text to continue; repeat it for a batch.")

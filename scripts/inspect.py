@@ -13,12 +13,12 @@ from rich.table import Table
 from paged_trt.plugins.hops import Hop, check_hops
 from paged_trt.plugins.manifest import EngineManifest, check_files, read_manifest
 from paged_trt.scripts.attention_cells import ATTENTION_COLUMNS, attention_cells
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import json_option, plain
 
 
 @click.command(name="inspect")
 @click.argument("engine_dir", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@json_option
 def command(engine_dir: Path, as_json: bool) -> None:
     """Check ENGINE_DIR and show its geometry, tensors and the hops of the page count.
 

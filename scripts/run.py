@@ -16,6 +16,7 @@ from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.session import Generation, Session
 from paged_trt.runtime.tokenizer import Tokenizer
+from paged_trt.scripts.error_output import json_option
 from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
 
 
@@ -31,7 +32,7 @@ from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
     "--device", type=int, default=0, show_default=True, help="CUDA device that runs the plan."
 )
 @click.option("--max-new-tokens", type=int, default=64, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@json_option
 def command(
     engine_dir: Path,
     texts: tuple[str, ...],

@@ -25,7 +25,7 @@ from paged_trt.plugins.launch.tuner import TimePlan, Tuning, engine_requests, tu
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.plugins.operands import StepShape
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.files import require_writable, write_text
 
 

@@ -51,6 +51,7 @@ class FakeDriver:
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
+        self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
         self.blocks: dict[int, Any] = {}
@@ -79,6 +80,8 @@ class FakeDriver:
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls[name] += 1
+            if name.startswith("cuMemcpy"):
+                self.copied[name].append(arguments[2])
             if self.failing.get(name, 0):
                 self.failing[name] -= 1
                 return (INVALID, None, None)
@@ -154,7 +157,6 @@ class FakeDriver:
 
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
-
     _cuMemcpyDtoDAsync = _copy
 
     def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:

@@ -115,7 +115,7 @@ def prepare_trial(
     )
     needed = planner.workspace_bytes(request)
     workspace = memory.scratch(needed, "the workspace of a trial")
-    memory.stream.fill_zero(workspace, max(1, needed))
+    memory.stream.fill(workspace, max(1, needed), byte=0)
     launches: list[list[tuple[str, Launch]]] = []
     for table in _upload_tables(memory, tables):
         launches.append([])

@@ -11,7 +11,7 @@ from rich.console import Console
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.tuning_target import tuning_target
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
 from paged_trt.scripts.kernel_bench.libraries import find_peers, require_torch, versions_of
 from paged_trt.scripts.kernel_bench.opening import open_bench

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.kernel_bench.cells import Family
 from paged_trt.scripts.results import Results, commit
 

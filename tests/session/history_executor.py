@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,16 @@ class HistoryExecutor:
         history = self.pool[pages[pages >= 0]].ravel()[: past + end - start].tolist()
         assert -1 not in history
         return [int(token) for token in history]
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        for source, target in pages:
+            self.pool[target] = self.pool[source]
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        self.pool[list(page_ids)] = -1
+
+    def warm_up(self) -> None:
+        pass
 
     def close(self) -> None:
         self.is_closed = True
