@@ -255,8 +255,11 @@ def _attributes(ordinal: int) -> tuple[str, int]:
 
 
 def _no_device(error: Exception) -> DeviceMissingError:
+    # The bindings' own message is about their search for libraries.
+    is_missing = type(error).__name__ == "DynamicLibNotFoundError"
+    reason = "there is no NVIDIA driver: libcuda is not found" if is_missing else str(error)
     return DeviceMissingError(
-        f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
+        f"no CUDA device can be used ({reason}); run this on a machine with an NVIDIA driver"
     )
 
 

@@ -165,8 +165,9 @@ class AsyncSession:
         error: PagedTrtError | None = None
         try:
             while self._wait_for_work():
-                self._core.step()
-                self._send_results()
+                # The tokens of a step are sent while the device runs the next one.
+                if not self._core.step(meanwhile=self._send_results) or not self._core.has_work:
+                    self._send_results()
         except PagedTrtError as closed:
             # Somebody else closed the core.
             error = closed
@@ -204,6 +205,7 @@ class AsyncSession:
                     continue
                 if event.finish_reason is not None:
                     del self._open[event.request_id]
+                    _log_end(stream.request, event)
                 if self._observer is not None:
                     self._observer.event(event)
                 by_loop.setdefault(stream.loop, []).append((stream, event))
@@ -245,4 +247,20 @@ def _event(stream: _Stream, result: StepResult) -> TokenEvent:
 def _end(stream: _Stream, reason: FinishName, error: PagedTrtError | None = None) -> TokenEvent:
     return TokenEvent(
         request_id=stream.request.request_id, token=None, finish_reason=reason, error=error
+    )
+
+
+def _log_end(request: GenerationRequest, event: TokenEvent) -> None:
+    _LOG.info(
+        "request %s ended: %s",
+        request.request_id,
+        event.finish_reason,
+        extra={
+            "event": "request_ended",
+            "request_id": request.request_id,
+            "finish_reason": event.finish_reason,
+            "prompt_tokens": len(request.prompt_tokens),
+            "cached_tokens": event.num_cached_tokens,
+            "error": None if event.error is None else str(event.error),
+        },
     )

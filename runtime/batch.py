@@ -113,6 +113,41 @@ class Batch:
         if sequence.num_cached is None:
             sequence.num_cached = sequence.past_len
 
+    def reuse_more(self, sequence: LiveSequence) -> int:
+        """Take pages that became known since the sequence was admitted, for its own empty ones.
+
+        Prompts that arrive together begin alike often: what the first of them has run, the
+        others need not run again.
+
+        Returns:
+            Tokens that the sequence need not run.
+        """
+        index = sequence.num_described
+        is_at_page = sequence.past_len == page_positions(index).start
+        if not self._reuses_prefixes or not is_at_page or sequence.content is None:
+            return 0
+        left = sequence.tokens[sequence.past_len : sequence.num_tokens - 1]
+        found = self.registry.find(sequence.content, left)
+        if not found:
+            return 0
+        shared = [page_id for page_id, _ in found]
+        end = index + len(shared)
+        own = sequence.pages[index:end]
+        pages = [*sequence.pages[:index], *shared, *sequence.pages[end:]]
+        self.registry.share(shared)
+        try:
+            self._commit(sequence.slot, pages)
+        except BaseException:
+            self.registry.release(shared)
+            raise
+        sequence.pages = pages
+        self.registry.release(own)
+        reused = tokens_in_pages(len(shared))
+        sequence.past_len += reused
+        sequence.num_described, sequence.content = end, found[-1][1]
+        self.free_unseen(sequence)
+        return reused
+
     def fork(self, source: LiveSequence, target: LiveSequence) -> None:
         """Give a sequence the next slot, and the pages of another one, which it goes on from.
 

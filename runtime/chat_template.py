@@ -40,7 +40,12 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        # As transformers renders them.
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+    )
     environment.globals["raise_exception"] = raise_exception
     try:
         return environment.from_string(template).render(**variables)

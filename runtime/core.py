@@ -196,11 +196,15 @@ class EngineCore:
         with self._lock:
             self._take_orders()
 
-    def step(self) -> bool:
+    def step(self, *, meanwhile: Callable[[], None] | None = None) -> bool:
         """Run one step and deliver its results; False where no sequence is left to run.
 
         A step that fails ends the sequences that it ran, each with an error; nothing is raised
         for it.
+
+        Args:
+            meanwhile: work of the host that is done while the device runs the step, where there
+                is a device and a step; it must not raise.
 
         Raises:
             SequenceError: the core is closed.
@@ -211,11 +215,19 @@ class EngineCore:
             self.require_open()
             self._take_orders()
             self._admit()
+            self._reuse_more()
             found = self._next_plan()
             if found is None:
                 return bool(self._waiting)
+            if meanwhile is not None:
+                self.executor.during_next_step(meanwhile)
             self._run(*found)
             return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence runs or waits."""
+        return len(self.batch) > 0 or len(self._waiting) > 0
 
     def stats(self) -> SessionStats:
         """Pages, sequences and counts; it does not wait for a step that runs."""
@@ -277,6 +289,16 @@ class EngineCore:
             if is_new:
                 self._counts["prompt_tokens"] += sequence.prompt_len
                 self._counts["cached_tokens"] += sequence.num_cached or 0
+
+    def _reuse_more(self) -> None:
+        """Spare the prompts what another one has run since they were admitted."""
+        for sequence in self.batch:
+            reused = 0 if sequence.decodes else self.batch.reuse_more(sequence)
+            # What is run again after a preemption is no prompt.
+            if reused and not sequence.num_new_tokens:
+                before = sequence.num_cached or 0
+                sequence.num_cached = min(before + reused, sequence.prompt_len)
+                self._counts["cached_tokens"] += sequence.num_cached - before
 
     def _next_plan(self) -> tuple[StepPlan, PageCopies] | None:
         """A step whose sequences have all the pages that they need."""

@@ -16,6 +16,7 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.path_hints import not_a_model
 from paged_trt.runtime.dense_ports import Port, complete_caches, length_roles
 
 # Operator -> (input, output) positions of the caches that it extends.
@@ -69,7 +70,10 @@ def load_graph(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(path, load_external_data=False)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; pass an ONNX file") from error
+        reason = (
+            not_a_model(path) if not path.is_file() else f"cannot read {path}: {error.strerror}"
+        )
+        raise ConfigError(reason) from error
     except Exception as error:  # protobuf's DecodeError has no stable import path
         raise ConfigError(f"{path} is no ONNX model: {error}") from error
     if not model.graph.node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.sampler import Sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,11 @@ class Executor(Protocol):
         """Whether N and M come from the fixed bucket lists; otherwise they are exact."""
         ...
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether `step_sampled` copies tokens in place of logits."""
+        ...
+
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Append keys and values of T tokens to the pools, attend, and return logits.
 
@@ -99,6 +105,41 @@ class Executor(Protocol):
         Raises:
             ExecutionError: the model failed.
             UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        ...
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """As `step`, for tokens that are drawn from the logits.
+
+        Args:
+            inputs: of the step.
+            rows: sequence rows that draw; what the others hold is not looked at.
+            specs: how each of them draws, with a seed where its temperature is not 0.
+            steps: index of the token that each of them draws, from 0.
+            with_logprobs: whether somebody reads the logprobs.
+
+        Returns:
+            Tokens `[len(rows)]`, and their logprobs `[len(rows)]` where they are asked for.
+
+        Raises:
+            ExecutionError: the model failed, or a row that draws has no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        ...
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work while the device runs the next step, or at once where there is none.
+
+        Args:
+            work: must not raise; the last one counts.
         """
         ...
 

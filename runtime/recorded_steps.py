@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy.typing as npt
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.paged_generation import PagedGenerator
+from paged_trt.runtime.sampler import Sampling
 from paged_trt.runtime.scenarios import Scenario
+from paged_trt.runtime.step_sampling import Sampled, sampled_on_host
 
 
 def record_steps(spec: EngineSpec, scenario: Scenario, *, seed: int) -> list[StepInputs]:
@@ -27,7 +29,8 @@ def record_steps(spec: EngineSpec, scenario: Scenario, *, seed: int) -> list[Ste
         Copies; N and M come from the bucket lists, as a TensorRT engine wants them.
     """
     recorder = _Recorder(spec, seed=seed)
-    PagedGenerator(recorder, seed=seed)(scenario)
+    # Pages hold nothing here that a prefix could be found in.
+    PagedGenerator(recorder, seed=seed, reuses_prefixes=False)(scenario)
     return recorder.steps
 
 
@@ -37,6 +40,7 @@ class _Recorder:
     name = "recorder"
     notes: tuple[str, ...] = ()
     bucketed_shapes = True
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec, *, seed: int) -> None:
         self._spec = spec
@@ -61,6 +65,20 @@ class _Recorder:
     def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
         tokens: npt.NDArray[np.int64] = self.step(inputs).argmax(axis=-1)
         return tokens
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        work()
 
     def warm_up(self) -> None:
         """Nothing is made at a first step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -28,6 +28,8 @@ from paged_trt.runtime.dense import EXACT_PRODUCTS
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, sampled_on_host
 
 Array = npt.NDArray[Any]
 _RAW: Final[dict[int, type[np.unsignedinteger[Any]]]] = {1: np.uint8, 2: np.uint16}
@@ -106,6 +108,11 @@ class ReferenceExecutor:
         return False
 
     @property
+    def samples_on_device(self) -> bool:
+        """False: the logits are on the host."""
+        return False
+
+    @property
     def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
         return self._scales
@@ -165,6 +172,27 @@ class ReferenceExecutor:
         require_next_tokens(self._spec)
         return self._run(inputs)[NEXT_TOKENS]
 
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits, in NumPy.
+
+        Returns:
+            Tokens and logprobs of `rows`.
+
+        Raises:
+            ExecutionError: onnxruntime failed, the executor is closed, or a row that draws has
+                no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+
     def _run(self, inputs: StepInputs) -> dict[str, Array]:
         """One step; its results by name."""
         self._check_open()
@@ -186,6 +214,10 @@ class ReferenceExecutor:
         found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
         self.layer_outputs = found[len(results) :]
         return dict(zip(results, found, strict=False))
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work at once: the host runs the model too."""
+        work()
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.

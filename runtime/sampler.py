@@ -138,7 +138,11 @@ def sample_rows(specs: Sequence[Sampling], steps: Sequence[int]) -> list[SampleR
 
 
 def sample(
-    logits: Array, specs: Sequence[Sampling], steps: Sequence[int]
+    logits: Array,
+    specs: Sequence[Sampling],
+    steps: Sequence[int],
+    *,
+    with_logprobs: bool = True,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Choose a token for each row. A choice depends on the row's logits, spec and step alone.
 
@@ -146,10 +150,11 @@ def sample(
         logits: `[rows, vocab_size]` float16 or float32.
         specs: one for each row.
         steps: index of the token that each row draws, from 0.
+        with_logprobs: whether they are worth a pass over the logits.
 
     Returns:
         Tokens `[rows]`, and the natural logarithms of their probabilities `[rows]`: those of the
-        model, at temperature 1 and among all tokens.
+        model, at temperature 1 and among all tokens; zeros where they are not asked for.
 
     Raises:
         ConfigError: a row draws and has no seed, or the vocabulary is too large.
@@ -160,7 +165,13 @@ def sample(
             f"the sampler takes {MAX_SAMPLED_VOCAB} tokens and the vocabulary has "
             f"{logits.shape[1]}; choose greedily"
         )
-    rows = sample_rows(specs, steps)
+    return sample_by_rows(logits, sample_rows(specs, steps), with_logprobs=with_logprobs)
+
+
+def sample_by_rows(
+    logits: Array, rows: Sequence[SampleRow], *, with_logprobs: bool = True
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """As `sample`, of the parameters that the kernel reads."""
     largest = greedy(logits)
     bits = random_bits(
         np.array([row.seed for row in rows], np.uint64), np.array([row.step for row in rows])
@@ -168,10 +179,13 @@ def sample(
     tokens = np.array(largest, np.int64)
     logprobs = np.zeros(len(rows), np.float32)
     for index, row in enumerate(rows):
+        if not row.scale and not with_logprobs:
+            continue
         values = logits[index].astype(np.float32) + np.float32(0)  # no minus zero
         if row.scale:
             tokens[index] = _draw(values, row, int(bits[index]))
-        logprobs[index] = logprob_of(values, int(tokens[index]))
+        if with_logprobs:
+            logprobs[index] = logprob_of(values, int(tokens[index]))
     return tokens, logprobs
 
 

@@ -16,6 +16,7 @@ from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import Generation, SessionStats, StepResult
 from paged_trt.runtime.sequences import LiveSequence, check_prompt
+from paged_trt.runtime.snapshot import PoolSnapshot, take_snapshot
 
 __all__ = ["Generation", "Session", "SessionStats", "StepResult"]
 
@@ -243,6 +244,12 @@ class Session:
     def stats(self) -> SessionStats:
         """Pages, sequences and steps of the core."""
         return self._core.stats()
+
+    def snapshot(self) -> PoolSnapshot:
+        """Who holds which page now, for `runtime.snapshot`."""
+        batch = self._core.batch
+        tokens = {sequence.slot: sequence.past_len for sequence in batch}
+        return take_snapshot(self._core.spec.pool, batch.registry, batch.table, tokens)
 
     def close(self) -> None:
         """Release all sequences, and close an executor of its own; a second call does nothing."""

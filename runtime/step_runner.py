@@ -70,17 +70,47 @@ class StepRunner:
         inputs = self._builder.build(plan, self._batch.table)
         rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
         sequences = [plan.segments[row].sequence for row in rows]
-        if self._spec.greedy_in_engine and not any(map(_needs_logits, sequences)):
-            # The logits stay where they are.
-            chosen = self._executor.step_tokens(inputs)[rows]
-            tokens = checked_tokens(chosen, self._spec.vocab_size)
-            sampled = [Sampled(*pair) for pair in zip(sequences, tokens, strict=True)]
-        else:
-            logits = self._last_rows(plan, inputs, self._executor.step(inputs))
-            sampled = _sample(sequences, logits if len(rows) == len(logits) else logits[rows])
+        sampled = self._sampled(plan, inputs, rows, sequences)
         for segment in plan.segments:
             self._batch.advance(segment.sequence, segment.end)
         return sampled
+
+    def _sampled(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        rows: list[int],
+        sequences: list[LiveSequence],
+    ) -> list[Sampled]:
+        """Run the model; the logits stay on the device where nobody needs them."""
+        executor, vocab_size = self._executor, self._spec.vocab_size
+        if not any(map(_needs_logits, sequences)):
+            if self._spec.greedy_in_engine and all(each.sampling.is_plain for each in sequences):
+                tokens = checked_tokens(executor.step_tokens(inputs)[rows], vocab_size)
+                return [Sampled(*pair) for pair in zip(sequences, tokens, strict=True)]
+            if executor.samples_on_device:
+                return self._drawn(inputs, rows, sequences)
+        logits = self._last_rows(plan, inputs, executor.step(inputs))
+        return _sample(sequences, logits if len(rows) == len(logits) else logits[rows])
+
+    def _drawn(
+        self, inputs: StepInputs, rows: list[int], sequences: list[LiveSequence]
+    ) -> list[Sampled]:
+        tokens, logprobs = self._executor.step_sampled(
+            inputs,
+            rows,
+            [each.sampling for each in sequences],
+            [each.num_new_tokens for each in sequences],
+            with_logprobs=any(each.sampling.num_logprobs is not None for each in sequences),
+        )
+        return [
+            Sampled(each, token)
+            if each.sampling.num_logprobs is None
+            else Sampled(each, token, logprob=logprob, top_logprobs=())
+            for each, token, logprob in zip(
+                sequences, tokens.tolist(), logprobs.tolist(), strict=True
+            )
+        ]
 
     def _last_rows(
         self, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
@@ -101,7 +131,7 @@ class StepRunner:
 
 
 def _needs_logits(sequence: LiveSequence) -> bool:
-    return sequence.keep_logits or not sequence.sampling.is_plain
+    return sequence.keep_logits or bool(sequence.sampling.num_logprobs)
 
 
 def _sample(sequences: Sequence[LiveSequence], logits: npt.NDArray[Any]) -> list[Sampled]:

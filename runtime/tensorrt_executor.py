@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ from paged_trt.runtime.pool import (
     layer_pools,
     poison_pages,
 )
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, StepSampler, sampled_on_host
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -53,6 +56,7 @@ class ExecutorStats:
         allocations: device and page-locked allocations; all are made at load.
         device_bytes: device memory of pools, step buffers and activations, without weights.
         contexts: execution contexts, one for prefill and one for each bucket of decode steps.
+        wait_seconds: how long steps waited for the device once all of their work was handed over.
     """
 
     steps: int
@@ -65,6 +69,7 @@ class ExecutorStats:
     allocations: int
     device_bytes: int
     contexts: int
+    wait_seconds: float
 
 
 class TensorRtExecutor:
@@ -86,6 +91,7 @@ class TensorRtExecutor:
             its own, None where TensorRT refuses.
         keep_compiled: called after a step for which TensorRT may have compiled kernels.
         uses_graphs: replay decode steps as CUDA graphs.
+        sampling_kernel: the loaded kernel; None draws on the host.
 
     Raises:
         ExecutionError: there is too little memory, or TensorRT refused; everything that was
@@ -108,6 +114,7 @@ class TensorRtExecutor:
         ),
         keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
+        sampling_kernel: Any = None,
     ) -> None:
         self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
@@ -117,6 +124,8 @@ class TensorRtExecutor:
         self._keep_compiled = keep_compiled
         self._has_new_context = False
         self._num_steps = 0
+        self._wait_seconds = 0.0
+        self._meanwhile: Callable[[], None] | None = None
         self._problem: str | None = None
         self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
@@ -126,6 +135,11 @@ class TensorRtExecutor:
             undo.callback(self._stream.close)
             self._fixed = self._fixed_bindings()
             self._buffers = StepBuffers(self._arena, spec)
+            self._sampler = (
+                None
+                if sampling_kernel is None
+                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+            )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
             self._engine: Any = engine
@@ -158,6 +172,11 @@ class TensorRtExecutor:
         """True: a CUDA graph fits one (N, M)."""
         return True
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the sampling kernel can read the engine's logits."""
+        return self._sampler is not None
+
     def stats(self) -> ExecutorStats:
         """Counts since the executor was made."""
         return ExecutorStats(
@@ -171,6 +190,7 @@ class TensorRtExecutor:
             allocations=self._arena.num_allocations,
             device_bytes=self._arena.num_bytes,
             contexts=1 + len(self._generation),
+            wait_seconds=self._wait_seconds,
         )
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
@@ -199,6 +219,38 @@ class TensorRtExecutor:
         require_next_tokens(self._spec)
         with self._alone():
             return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits where they are.
+
+        Where the kernel cannot read the logits, they are copied and drawn from in NumPy: the
+        tokens are the same.
+
+        Returns:
+            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+
+        Raises:
+            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        sampler = self._sampler
+        if sampler is None:
+            return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+        with self._alone():
+            sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
+            return sampler.result(self._step(inputs, sampler.download), rows)
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work once the next step is handed over to the device, before the wait for it."""
+        self._meanwhile = work
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole pages, `(source, target)`, in every layer.
@@ -296,7 +348,10 @@ class TensorRtExecutor:
         try:
             self._launch(inputs, step)
             download(step, self._stream)
+            self._work_meanwhile()
+            begin = time.perf_counter()
             self._stream.synchronize()
+            self._wait_seconds += time.perf_counter() - begin
         except BaseException as error:
             self._recover(error)
             raise
@@ -310,6 +365,11 @@ class TensorRtExecutor:
         if self._problem is not None:
             raise ExecutionError(f"{self._problem}; load the engine again")
         return self._fixed[name][0]
+
+    def _work_meanwhile(self) -> None:
+        work, self._meanwhile = self._meanwhile, None
+        if work is not None:
+            work()
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paged_trt.plugins import cuda, trt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, kept_device
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import (
     ComputeCapabilityError,
     ExecutionError,
@@ -23,6 +24,7 @@ from paged_trt.plugins.errors import (
 from paged_trt.plugins.launch.dispatch import warm_keys
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.sampling import sample_build
 from paged_trt.plugins.load_check import (
     check_engine_table,
     engine_information,
@@ -33,6 +35,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.jit_cache import JitCache
+from paged_trt.runtime.step_sampling import samples_on_device
 from paged_trt.runtime.tensorrt_executor import GENERATION_PROFILE, TensorRtExecutor
 
 _LOG: Final = logging.getLogger("paged_trt")
@@ -103,6 +106,7 @@ def open_engine(
     with device.current():
         _check_memory(device, spec, plan_bytes=manifest.files[PLAN_FILE].size)
         warm_kernels(spec, arch)
+        sampling_kernel = load_sampling_kernel(spec, arch)
         lines = trt.LogLines()
         # Hashed again: another process may have replaced the file since it was checked.
         plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
@@ -123,6 +127,7 @@ def open_engine(
         make_context=functools.partial(make_context, cache=cache),
         keep_compiled=cache.save,
         uses_graphs=uses_graphs,
+        sampling_kernel=sampling_kernel,
     )
 
 
@@ -148,6 +153,19 @@ def describe_plan(folder: Path, manifest: EngineManifest, *, ordinal: int = 0) -
         del engine
         del keep
     return found
+
+
+def load_sampling_kernel(spec: EngineSpec, arch: str) -> Any:
+    """The sampling kernel of an engine in the current context; None where none reads its logits.
+
+    Raises:
+        UnsupportedError: no compiler is installed.
+        KernelError: it did not compile or load.
+    """
+    if not samples_on_device(spec):
+        return None
+    build = sample_build(spec.logits_dtype, DType.INT64, vocab_size=spec.vocab_size)
+    return KERNELS.load(build, arch)
 
 
 def warm_kernels(spec: EngineSpec, arch: str) -> None:

@@ -102,7 +102,7 @@ def command(
           --max-kv-cache-capacity 1024 --kv-cache-dtype float8 \\
           --kv-scales kv_scales.safetensors
     """
-    require_writable(output)
+    require_writable(output, option="-o")
     prompts = _prompts(model, tokenizer, prompt_file, ids=ids, chat=chat, longest=max_prompt_len)
     found = calibrate(model, prompts, DType(kv_cache_dtype), dtype=dtype, num_new_tokens=new_tokens)
     metadata = {

@@ -261,7 +261,11 @@ def decode(
     executor: Executor, prompts: list[list[int]], new_tokens: int, *, warm_up: bool = True
 ) -> Decoded:
     """Run all prompts; with `warm_up` twice, to keep the run whose kernels and graphs are ready."""
-    with Session(executor) as session, _timed_steps(executor) as steps, _timed_enqueue() as calls:
+    with (
+        Session(executor, reuses_prefixes=False) as session,
+        _timed_steps(executor) as steps,
+        _timed_enqueue() as calls,
+    ):
         if warm_up:
             session.generate(prompts, new_tokens)
             steps.clear()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paged_trt.plugins.manifest import MODEL_FILE, PLAN_FILE
 from paged_trt.runtime.polygraphy_files import write_polygraphy_files
 from paged_trt.scripts.compare import parse_prompt_lens
 
@@ -48,18 +49,29 @@ def command(
         engine_dir, output, prompt_lens=prompt_lens, num_new_tokens=new_tokens, seed=seed
     )
     click.echo(f"{output}: {files.num_steps} steps")
-    golden = [str(output / "inputs"), str(output / "outputs")]
-    engine = ["--paged-engine", str(engine_dir)]
+    inputs, outputs = str(output / "inputs"), str(output / "outputs")
     loader = ["--data-loader-script", str(files.loader)]
-    run = ["polygraphy", "run", str(files.model)]
-    saves = ["--save-inputs", golden[0], "--save-outputs", golden[1]]
-    loads = ["--load-inputs", golden[0], "--load-outputs", golden[1]]
+    # The runners find the engine by the file of it that is named.
+    model, plan = str(engine_dir / MODEL_FILE), str(engine_dir / PLAN_FILE)
     for title, words in (
         (
             "the engine's model against one that carries no pools, on a CPU",
-            [*run, "--onnxrt", "--paged-ref", *engine, *loader, *files.options],
+            [
+                *(str(files.model), "--onnxrt", "--paged-ref", "--paged-engine", str(engine_dir)),
+                *(*loader, *files.options),
+            ],
         ),
-        ("golden files, on a CPU", [*run, "--paged-ref", *engine, *loader, *saves]),
-        ("the plan against them, on a GPU", [*run, "--paged-trt", *engine, *loads, *files.options]),
+        (
+            "golden files, on a CPU",
+            [model, "--paged-ref", *loader, "--save-inputs", inputs, "--save-outputs", outputs],
+        ),
+        (
+            "the plan against them, on a GPU",
+            [
+                *(plan, "--paged-trt", "--load-inputs", inputs, "--load-outputs", outputs),
+                *files.options,
+            ],
+        ),
     ):
+        words = ["polygraphy", "run", *words]
         click.echo(f"\n# {title}\n{shlex.join(words)}")

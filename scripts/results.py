@@ -43,6 +43,7 @@ class Results(pydantic.BaseModel):
         "append",
         "engine",
         "serve",
+        "host",
         "e2e",
         "gpu-matrix",
         "rewrite",

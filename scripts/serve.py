@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
 import click
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.scripts.prompts import open_tokenizer
 
@@ -100,8 +101,10 @@ def command(
             f"{engine_dir} has no tokenizer; build the engine with `--tokenizer PATH`"
         )
     name = engine_dir.resolve().name if model_name is None else model_name
-    with bind(host, port) as bound:
-        engine = load_engine(engine_dir, executor, device=device)
+    with (
+        bind(host, port) as bound,
+        contextlib.closing(load_engine(engine_dir, executor, device=device)) as engine,
+    ):
         click.echo(f"executor: {engine.name}", err=True)
         for note in engine.notes:
             click.echo(f"note: {note}", err=True)
@@ -128,7 +131,7 @@ def command(
 def _require_extra() -> None:
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f"serving needs {', '.join(missing)}, which this environment lacks; "
             '`pip install "paged-trt[serve]"`'
         )

@@ -110,8 +110,7 @@ def command(
       paged-trt tune engine
       paged-trt tune --heads 32/8 --batch 1,8 --tokens 4096,16384 --dry-run
     """
-    if json_file is not None:
-        require_writable(json_file)
+    require_writable(json_file, option="--json")
     requests = _requests(engine_dir, shapes)
     console = Console()
     if dry_run:

@@ -139,6 +139,16 @@ def write_scales(target: Path, spec: EngineSpec, kv_scale: float) -> None:
     safetensors.numpy.save_file(scales, target / KV_SCALES_FILE)
 
 
+def change_scales(directory: Path, name: str, *, side: int, factor: float) -> None:
+    """Change one layer's scales of keys (side 0) or values (1), and sign the directory anew."""
+    path = directory / KV_SCALES_FILE
+    scales = safetensors.numpy.load_file(path)
+    scales[name][side] *= np.float32(factor)
+    safetensors.numpy.save_file(scales, path)
+    manifest = read_manifest(directory)
+    write_manifest(directory, manifest.spec, source=manifest.source)
+
+
 def write_manifest(target: Path, spec: EngineSpec, *, source: SourceRecord) -> None:
     """The manifest of the files that lie in `target`."""
     names = (PLAN_FILE, MODEL_FILE, MODEL_DATA_FILE, KV_SCALES_FILE, *TOKENIZER_FILES)

@@ -18,8 +18,13 @@ SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
 class Function:
     """A loaded kernel: its argument struct tells how to read a launch."""
 
-    def __init__(self, name: str, struct: type[ctypes.Structure] | None = None) -> None:
-        self.name, self.struct = name, struct
+    def __init__(
+        self,
+        name: str,
+        struct: type[ctypes.Structure] | None = None,
+        run: Callable[[dict[str, Any]], None] = lambda args: None,
+    ) -> None:
+        self.name, self.struct, self.run = name, struct, run
 
 
 class Launched:
@@ -223,9 +228,10 @@ class FakeDriver:
         self, config: Any, function: Function, parameters: int, extra: int
     ) -> tuple[Any, ...]:
         launched = Launched(config, function, parameters)
+        self.launches.append(launched)
 
         def work() -> None:
-            self.launches.append(launched)
+            function.run(launched.args)
             self.clock_us += self.launch_us(launched)
 
         self.perform(work)

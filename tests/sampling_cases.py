@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from paged_trt.plugins.dtypes import DType
+from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.sampler import sample
 
 
@@ -52,3 +54,16 @@ def make_case(dtype: DType, rows: int, vocab: int, *, seed: int = 0) -> Case:
     steps = [int(step) for step in random.integers(0, 5000, rows)]
     tokens, logprobs = sample(logits.astype(np.float32), specs, steps)
     return Case(logits, specs, steps, tokens, logprobs)
+
+
+def step_inputs(tokens: Sequence[Sequence[int]], past: Sequence[int]) -> StepInputs:
+    """A step of some sequences on two pages each, from `past` tokens to all that they have."""
+    new = [mine[before:] for mine, before in zip(tokens, past, strict=True)]
+    positions = [np.arange(len(mine))[before:] for mine, before in zip(tokens, past, strict=True)]
+    return StepInputs(
+        input_ids=np.concatenate(new).astype(np.int64),
+        position_ids=np.concatenate(positions).astype(np.int64),
+        page_table=np.arange(2 * len(tokens), dtype=np.int32).reshape(-1, 2),
+        query_start_offsets=np.cumsum([0, *map(len, new)]).astype(np.int32),
+        past_lens=np.array(past, np.int32),
+    )

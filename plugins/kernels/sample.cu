@@ -99,11 +99,11 @@ __device__ uint64_t measure_row(const Row<Logit>& row, uint32_t lowest, const Me
   return total;
 }
 
-// Adds a measure to a bin. Logits crowd in few bins, so lanes of one bin add up first. Measures
-// pass 32 bits and the sum of lanes is made of 24-bit halves.
-__device__ __forceinline__ void add_to_bin(SampleShared& shared, uint32_t bin, uint64_t measure,
-                                           bool is_in) {
-  uint32_t left = __ballot_sync(kAllLanes, is_in && measure != 0);
+// Adds the measures of a warp to bins, lanes of one bin first among themselves: the first digit has
+// few bins. Measures pass 32 bits and the sum of lanes is made of 24-bit halves.
+__device__ __forceinline__ void add_to_few_bins(SampleShared& shared, uint32_t bin,
+                                                uint64_t measure) {
+  uint32_t left = __ballot_sync(kAllLanes, measure != 0);
   while (left != 0) {
     const int leader = __ffs(left) - 1;
     const uint32_t leaders_bin = __shfl_sync(kAllLanes, bin, leader);
@@ -120,8 +120,23 @@ __device__ __forceinline__ void add_to_bin(SampleShared& shared, uint32_t bin, u
   }
 }
 
-// The first warp: the highest bin at which the sum from the top reaches `wanted`.
-__device__ void find_bin(SampleShared& shared, uint64_t wanted) {
+// How much of a set is to stay, from what all of it measures.
+struct CountGoal {
+  uint64_t count;
+  __device__ uint64_t operator()(uint64_t) const { return count; }
+};
+struct ShareGoal {
+  uint32_t share;  // in units of 2^-32
+  __device__ uint64_t operator()(uint64_t total) const {
+    const uint64_t part = (total >> 32) * share + ((total & 0xffffffffu) * share >> 32);
+    return part == 0 ? 1 : part;
+  }
+};
+
+// The first warp: the highest bin at which the sum from the top reaches what is wanted, which is
+// `shared.value`, or for the first digit what `goal` makes of the sum of all bins.
+template <class Goal>
+__device__ void find_bin(SampleShared& shared, const Goal& goal, bool is_first) {
   if (threadIdx.x >= kWarp) return;
   const int lane = threadIdx.x, top = 255 - 8 * lane;
   uint64_t own = 0;
@@ -131,6 +146,8 @@ __device__ void find_bin(SampleShared& shared, uint64_t wanted) {
     const uint64_t other = __shfl_up_sync(kAllLanes, reached, offset);
     if (lane >= offset) reached += other;
   }
+  const uint64_t total = __shfl_sync(kAllLanes, reached, kWarp - 1);
+  const uint64_t wanted = is_first ? goal(total) : shared.value;
   const uint32_t enough = __ballot_sync(kAllLanes, reached >= wanted);
   if (lane != __ffs(enough) - 1) return;
   uint64_t before = reached - own;
@@ -140,13 +157,14 @@ __device__ void find_bin(SampleShared& shared, uint64_t wanted) {
   shared.value = wanted - before;
 }
 
-// The largest key such that the tokens from it on measure `wanted` or more. `wanted` is at least
-// 1 and at most what the tokens from `lowest` on measure.
-template <class Logit, int kThreads, class Measure>
-__device__ uint32_t find_key(const Row<Logit>& row, uint32_t lowest, uint64_t wanted,
-                             const Measure& measure, SampleShared& shared) {
+// The largest key such that the tokens from it on measure what `goal` wants of the tokens from
+// `lowest` on: at least 1, and at most all of it.
+template <class Logit, int kThreads, class Measure, class Goal>
+__device__ uint32_t find_key(const Row<Logit>& row, uint32_t lowest, const Measure& measure,
+                             const Goal& goal, SampleShared& shared) {
   uint32_t prefix = 0;
   for (int digit = kKeyDigits<Logit> - 1; digit >= 0; digit--) {
+    const bool is_first = digit == kKeyDigits<Logit> - 1;
     for (int bin = threadIdx.x; bin < 256; bin += kThreads) shared.bins[bin] = 0;
     __syncthreads();
     const int32_t rounds = (row.size + kThreads - 1) / kThreads;
@@ -157,14 +175,18 @@ __device__ uint32_t find_key(const Row<Logit>& row, uint32_t lowest, uint64_t wa
       const uint32_t key = order_key<Logit>(value);
       const uint64_t above = static_cast<uint64_t>(key) >> (8 * digit + 8);
       const bool is_in = token < row.size && key >= lowest && above == prefix;
-      add_to_bin(shared, key >> (8 * digit) & 255, is_in ? measure(value) : 0, is_in);
+      const uint64_t own = is_in ? measure(value) : 0;
+      const uint32_t bin = key >> (8 * digit) & 255;
+      if (is_first) {
+        add_to_few_bins(shared, bin, own);
+      } else if (own != 0) {
+        atomicAdd(&shared.bins[bin], own);
+      }
     }
     __syncthreads();
-    find_bin(shared, wanted);
+    find_bin(shared, goal, is_first);
     __syncthreads();
     prefix = prefix << 8 | shared.digit;
-    wanted = shared.value;
-    __syncthreads();
   }
   return prefix;
 }
@@ -210,12 +232,11 @@ __device__ int32_t draw(const Row<Logit>& row, const SampleRow& how, float large
   uint32_t lowest = 0;
   const WeightOf weight{largest, how.scale};
   if (how.top_k > 0 && how.top_k < row.size) {
-    lowest = find_key<Logit, kThreads>(row, 0, how.top_k, CountOf{}, shared);
+    const CountGoal goal{static_cast<uint64_t>(how.top_k)};
+    lowest = find_key<Logit, kThreads>(row, 0, CountOf{}, goal, shared);
   }
   if (how.top_p != 0) {
-    const uint64_t total = measure_row<Logit, kThreads>(row, lowest, weight, shared);
-    const uint64_t share = (total >> 32) * how.top_p + ((total & 0xffffffffu) * how.top_p >> 32);
-    lowest = find_key<Logit, kThreads>(row, lowest, share == 0 ? 1 : share, weight, shared);
+    lowest = find_key<Logit, kThreads>(row, lowest, weight, ShareGoal{how.top_p}, shared);
   }
   return find_token<Logit, kThreads>(row, lowest, weight, random_bits(how.seed, how.step), shared);
 }

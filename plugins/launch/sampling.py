@@ -60,6 +60,11 @@ def top_p_share(top_p: float) -> int:
     return 0 if share >= _UNIT else max(1, share)
 
 
+def can_sample(logits_dtype: DType, vocab_size: int) -> bool:
+    """Whether the kernel reads logits of this type and size."""
+    return logits_dtype in _LOGIT_TYPES and vocab_size <= MAX_SAMPLED_VOCAB
+
+
 def sample_build(logits_dtype: DType, token_dtype: DType, *, vocab_size: int) -> KernelBuild:
     """The sampling kernel of some types.
 

@@ -43,18 +43,24 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON answer."""
         error = {
-            "message": str(self),
+            "message": _sendable(str(self)),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else _sendable(self.param),
             "code": self.code,
         }
         return {"error": error}
 
 
+def _sendable(text: str) -> str:
+    """Text whose half characters, which a client may have sent, are spelt out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def api_error(error: PagedTrtError) -> ApiError:
     """An error of the engine as one of the API.
 
-    A `QueueFullError` is 429, other errors of the request are 400, those of the engine 500.
+    A `QueueFullError` is 429, other errors of the request are 400, those of the engine 500. The
+    code is the project's own, such as `PTRT-S001`, where OpenAI has none.
     """
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), kind="rate_limit_error", code=error.code)

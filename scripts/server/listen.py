@@ -140,6 +140,8 @@ class _DrainingServer(uvicorn.Server):
         # uvicorn waits for the answers; this sees to it that they end.
         closing = asyncio.create_task(self._service.aclose(seconds=self._drain_seconds))
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self._service.aclose(seconds=0)
         await closing
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from paged_trt.plugins.errors import ConfigError, SequenceError
+from paged_trt.plugins.errors import ConfigError, QueueFullError, SequenceError
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import Executor
@@ -17,6 +17,7 @@ from paged_trt.runtime.sequences import check_prompt
 from paged_trt.runtime.template_process import DEFAULT_SECONDS, TemplateProcess
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.server.failures import (
+    SERVER_ERROR,
     ApiError,
     api_error,
     engine_errors,
@@ -123,14 +124,9 @@ class LocalService:
         Raises:
             ApiError: the request cannot be answered, or not to its end.
         """
-        if self._closing is not None:
-            raise shutting_down()
         with engine_errors():
             generation = self._generation(request, await self._prompt(request))
-            # The server may have begun to shut down meanwhile.
-            if self._closing is not None:
-                raise shutting_down()
-            events = self.session.stream(generation)
+            events = self._submit(generation)
         try:
             yield Started(
                 request_id=generation.request_id, num_prompt_tokens=len(generation.prompt_tokens)
@@ -151,10 +147,13 @@ class LocalService:
         """Take no more requests, let the open ones end, and close the engine.
 
         Args:
-            seconds: after which open requests are ended with an error.
+            seconds: after which open requests are ended with an error; 0 in a later call ends
+                them at once.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(seconds))
+        elif not seconds:
+            await self.session.aclose()
         await asyncio.shield(self._closing)
 
     async def _close(self, seconds: float) -> None:
@@ -205,6 +204,19 @@ class LocalService:
             max_new_tokens=wanted,
             sampling=request.sampling,
         )
+
+    def _submit(self, generation: GenerationRequest) -> AsyncIterator[TokenEvent]:
+        # The server may have begun to shut down since the request came.
+        if self._closing is not None:
+            raise shutting_down()
+        try:
+            return self.session.stream(generation)
+        except QueueFullError:
+            raise
+        except SequenceError as error:
+            # The request itself is known to be good: the engine thread has ended.
+            self._failures = FAILURES_OF_A_SICK_ENGINE
+            raise ApiError(503, str(error), kind=SERVER_ERROR, code=error.code) from error
 
     def _check(self, event: TokenEvent) -> None:
         """Raise where the request ended without a token."""

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("plugins", "builder", "runtime", "scripts")
-SUFFIXES = {".py", ".typed", ".cu", ".cuh"}
+SUFFIXES = {".py", ".typed", ".cu", ".cuh", ".html", ".json"}
 
 
 @pytest.fixture(scope="module")

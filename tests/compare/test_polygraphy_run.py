@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import safetensors.numpy
-from engine_dirs import tamper, write_engine_dir, write_manifest
+from engine_dirs import change_scales, tamper, write_engine_dir
 from polygraphy_cli import polygraphy, printed_commands, register
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
-from paged_trt.plugins.manifest import KV_SCALES_FILE, read_manifest
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
@@ -181,7 +179,7 @@ def test_kv_scale_that_is_10_percent_off_fails(
     """Only the keys of one layer, written and read alike, so that nothing but rounding differs."""
     check = make_check(capsys, kv)
     engine = Path(shutil.copytree(check.engine, tmp_path / "engine"))
-    change_scale(engine, "kv_scales.1", side=0)
+    change_scales(engine, "kv_scales.1", side=0, factor=1.1)
     words = [
         str(engine) if word == str(check.engine) else word for word in check.against_onnxruntime
     ]
@@ -189,15 +187,6 @@ def test_kv_scale_that_is_10_percent_off_fails(
     assert code == 1
     assert "FAILED | Output: 'key.1'" in output
     assert "FAILED | Output: 'value.1'" not in output
-
-
-def change_scale(engine: Path, name: str, *, side: int) -> None:
-    """Make one layer's scales of keys (0) or values (1) 10 % larger, and sign the directory."""
-    scales = safetensors.numpy.load_file(engine / KV_SCALES_FILE)
-    scales[name][side] *= np.float32(1.1)
-    safetensors.numpy.save_file(scales, engine / KV_SCALES_FILE)
-    manifest = read_manifest(engine)
-    write_manifest(engine, manifest.spec, source=manifest.source)
 
 
 def _change(name: str, value: Any) -> Callable[[dict[str, Any]], None]:

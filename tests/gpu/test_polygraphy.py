@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,45 +16,64 @@ from paged_trt.scripts.cli import main
 
 pytestmark = pytest.mark.gpu
 
+STEPS = ("--prompt-lens", "1,129,300", "--new-tokens", "3")
 TOYS = [
     ToyEngine(),
     ToyEngine(activation=DType.BFLOAT16),
     ToyEngine(kv=DType.FLOAT8),
     ToyEngine(kv=DType.INT8),
-    ToyEngine(logits="all"),
 ]
 
+Golden = Callable[[ToyEngine, pytest.CaptureFixture[str]], list[str]]
 
-def make_golden(toy: ToyEngine, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Write golden files; words of the command that checks the plan against them."""
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("polygraphy")
     register(folder / "installed")
-    words = ("polygraphy", str(toy.folder), "-o", str(folder / "check"))
-    assert main([*words, "--prompt-lens", "1,127,129,300", "--new-tokens", "4"]) == 0
-    _, save_golden, check_plan = printed_commands(capsys.readouterr().out)
-    done = polygraphy(folder / "installed", save_golden)
-    assert done.returncode == 0, done.stdout
-    return check_plan
+    return folder
+
+
+@pytest.fixture(scope="module")
+def golden(folder: Path) -> Golden:
+    """Writes golden files; words of the command that checks the plan against them."""
+    made: dict[ToyEngine, list[str]] = {}
+
+    def make(toy: ToyEngine, capsys: pytest.CaptureFixture[str]) -> list[str]:
+        if toy not in made:
+            target = folder / f"check-{toy}"
+            assert main(["polygraphy", str(toy.folder), "-o", str(target), *STEPS]) == 0
+            _, save_golden, made[toy] = printed_commands(capsys.readouterr().out)
+            done = polygraphy(folder / "installed", save_golden)
+            assert done.returncode == 0, done.stdout
+        return made[toy]
+
+    return make
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=str)
 def test_plan_meets_golden_files(
-    toy: ToyEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: ToyEngine, golden: Golden, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_plan = make_golden(toy, tmp_path, capsys)
-    done = polygraphy(tmp_path / "installed", check_plan)
+    done = polygraphy(folder / "installed", golden(toy, capsys))
     assert done.returncode == 0, done.stdout[-6000:]
     assert "Pass Rate: 100.00%" in done.stdout
 
 
-def test_swapped_page_of_the_plan_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_page_of_the_plan_fails(
+    golden: Golden, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from polygraphy.json import load_json, save_json
 
-    check_plan = make_golden(ToyEngine(), tmp_path, capsys)
-    path = max((tmp_path / "check" / "inputs").iterdir())
+    words = golden(ToyEngine(), capsys)
+    source = words[words.index("--load-inputs") + 1]
+    inputs = Path(shutil.copytree(source, tmp_path / "inputs"))
+    path = max(inputs.iterdir())
     feeds = load_json(str(path))
     row = int(np.flatnonzero((feeds["page_table"] >= 0).sum(axis=1) > 1)[0])
     feeds["page_table"][row, :2] = feeds["page_table"][row, 1::-1]
     save_json(feeds, str(path))
-    done = polygraphy(tmp_path / "installed", check_plan)
+    swapped = [str(inputs) if word == source else word for word in words]
+    done = polygraphy(folder / "installed", swapped)
     assert done.returncode == 1
     assert "FAILED | Output: 'key.0'" in done.stdout

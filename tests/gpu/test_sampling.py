@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu.decode_device import arch, launch, load_kernel, to_device
-from sampling_cases import Case, Spec, make_case
+from gpu.engines import ToyEngine, prompts
+from sampling_cases import Case, Spec, make_case, step_inputs
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.args import SampleArgs
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB, SampleRow, sample_build
-from paged_trt.runtime.sampler import sample_rows
+from paged_trt.runtime.engine import open_plan
+from paged_trt.runtime.sampler import sample, sample_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -131,3 +133,29 @@ def test_many_seeds_follow_the_distribution() -> None:
     statistic = ((np.bincount(tokens, minlength=61) - expected) ** 2 / expected).sum()
     # 60 degrees of freedom pass this once in 10,000 times.
     assert statistic < 107
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
+def test_steps_of_an_engine_draw_from_its_own_logits(dtype: DType) -> None:
+    """The same step twice: its logits on the host, and its tokens from the device."""
+    specs = [Spec(1.0, 0, 1.0, 7), Spec(0.7, 40, 0.9, 8), Spec(0.0, 0, 1.0, 0)]
+    executor = open_plan(ToyEngine(activation=dtype).folder)
+    try:
+        tokens, past = prompts((20, 130, 3)), [0, 0, 0]
+        for number in range(12):
+            inputs = step_inputs(tokens, past)
+            logits = executor.step(inputs)
+            expected, logprobs = sample(logits, specs, [number] * 3)
+            drawn, found = executor.step_sampled(
+                inputs, [0, 1, 2], specs, [number] * 3, with_logprobs=True
+            )
+            np.testing.assert_array_equal(drawn, expected)
+            np.testing.assert_allclose(found, logprobs, rtol=0, atol=LOGPROB_ERROR)
+            past = [len(mine) for mine in tokens]
+            for mine, token in zip(tokens, drawn.tolist(), strict=True):
+                mine.append(token)
+        stats = executor.stats()
+    finally:
+        executor.close()
+    assert stats.graph_fallbacks == 0
+    assert stats.graph_replays > 15

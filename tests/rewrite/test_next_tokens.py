@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from next_tokens_model import VOCAB, broken_rows, make_model, tied_rows
 from rewrite_support import Paged, rewrite_file
 
 from paged_trt.builder.config import BuildConfig, resolve
 from paged_trt.builder.onnx.load import load_model
-from paged_trt.builder.onnx.next_tokens import emit_next_tokens
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
@@ -23,20 +23,11 @@ from paged_trt.runtime.sampler import checked_tokens, greedy
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 
-VOCAB = 131
-INF = float("inf")
-
 
 def choose(logits: np.ndarray) -> list[int]:
-    dtype = ir.DataType.from_numpy(logits.dtype)
-    value = ir.Value(name="logits", type=ir.TensorType(dtype), shape=ir.Shape(["n", VOCAB]))
-    graph = ir.Graph([value], [], nodes=[], opset_imports={"": 23}, name="greedy")
-    tokens = emit_next_tokens(graph, value, vocab_size=VOCAB, dtype=dtype)
-    graph.outputs.append(tokens)
-    graph.sort()
-    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    dtype = DType.FLOAT16 if logits.dtype == np.float16 else DType.FLOAT32
     session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        make_model(dtype).SerializeToString(), providers=["CPUExecutionProvider"]
     )
     found: list[int] = session.run(None, {"logits": logits})[0].tolist()
     return found
@@ -44,24 +35,16 @@ def choose(logits: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_choices_are_those_of_the_runtime(dtype: Any) -> None:
-    random = np.random.default_rng(0)
-    # Whole numbers of a narrow range: nearly every row has several largest logits.
-    rows = random.integers(-3, 4, (200, VOCAB)).astype(dtype)
-    rows[:50, random.integers(0, VOCAB, 30)] = -INF
-    rows[3, 7] = rows[3, 90] = INF
-    rows[4, :] = -2
-    assert (np.sum(rows == rows.max(1, keepdims=True), axis=1) > 1).mean() > 0.9
+    rows = tied_rows().astype(dtype)
     assert choose(rows) == greedy(rows)
 
 
 def test_a_row_without_a_largest_logit_gets_no_token() -> None:
-    rows = np.zeros((4, VOCAB), np.float16)
-    rows[0, 5] = np.nan
-    rows[1] = -INF
-    rows[2] = np.nan
-    rows[3, 9] = 1
+    values, expected = broken_rows()
+    rows = values.astype(np.float16)
     found = choose(rows)
-    assert found == [NO_NEXT_TOKEN, VOCAB, NO_NEXT_TOKEN, 9]
+    assert found == expected
+    assert found[0] == NO_NEXT_TOKEN
     assert checked_tokens(np.array(found[3:]), VOCAB) == [9]
     for row, what in ((0, "NaN"), (1, "nothing above minus infinity")):
         with pytest.raises(ExecutionError, match=f"no largest value .{what}"):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
     pytest.importorskip(name, reason=f"{name} of the extra `serve` or the group `test` is missing")
 
+import httpx2
 import openai
 from serving.toy_server import MODEL, write_toy_engine
 
@@ -87,6 +89,19 @@ def test_a_signal_lets_open_requests_end(
         assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_interrupt_does_not_wait(engine_dir: Path) -> None:
+    with serving(engine_dir, "--drain-seconds=60") as (process, url), client_of(url) as client:
+        stream = iter(client.completions.create(**ASK, max_tokens=500, stream=True))
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        # Two signals that are sent at once may arrive as one.
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises((openai.APIError, httpx2.HTTPError)):
+            list(stream)
+        assert process.wait(30) == 0
 
 
 def test_the_key_comes_from_a_variable_that_the_user_names(engine_dir: Path) -> None:

@@ -154,7 +154,9 @@ def test_a_key_is_asked_for_everywhere_but_for_health(serve: Callable[..., ToySe
         (b"{", 400, "no valid request"),
         (b"[]", 400, "no valid request"),
         (b'{"model": "toy", "prompt": "a", "temperature": NaN}', 400, "temperature"),
-        (b'{"model": "toy", "prompt": "\\ud800"}', 400, "prompt"),
+        (b'{"model": "toy", "prompt": "\\ud800"}', 400, "no UTF-8 text"),
+        (b'{"model": "toy", "prompt": "a", "\\ud800": 1}', 400, "unable to parse"),
+        (b'{"model": "\\ud800", "prompt": "a"}', 404, "the model `\\ud800` is not here"),
         (b"[" * 900, 400, "no valid request"),
         (b'{"model": "toy", "prompt": "a", "more": 1}', 400, "no parameter of this server"),
     ],
@@ -248,6 +250,19 @@ def test_an_engine_that_fails_says_so_and_turns_unhealthy(serve: Callable[..., T
         assert client.completions.create(**ASK).choices[0].text == TEXT
         assert request(server, "/health")[0] == 200
         assert pages_are_free(server.service)
+
+
+def test_an_engine_thread_that_ended_turns_the_server_unhealthy(
+    serve: Callable[..., ToyServer],
+) -> None:
+    with serve() as server, server.client() as client:
+        executor_of(server).failure = SystemExit()
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(**ASK)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**ASK)
+        assert caught.value.status_code == 503
+        assert request(server, "/health")[0] == 503
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(

@@ -122,7 +122,7 @@ def reciting(text: str, tokenizer_of: Path, **options: Any) -> LocalService:
     """A service that answers with `text`."""
     limits = {name: options.pop(name) for name in ("capacity", "max_batch_size") if name in options}
     executor = Reciter(text, **limits)
-    return LocalService(executor, Tokenizer(tokenizer_of), model_name=MODEL, **options)
+    return LocalService(executor, Tokenizer(tokenizer_of), **{"model_name": MODEL, **options})
 
 
 def wait_until(condition: Any, seconds: float = 30) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class HistoryExecutor:
 
     name = "history"
     notes: tuple[str, ...] = ()
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec, *, bucketed: bool = False) -> None:
         self.spec = spec
@@ -77,6 +78,9 @@ class HistoryExecutor:
         history = self.pool[pages[pages >= 0]].ravel()[: past + end - start].tolist()
         assert -1 not in history
         return [int(token) for token in history]
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        work()
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         for source, target in pages:

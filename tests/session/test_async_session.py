@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -230,6 +231,21 @@ def test_draining_lets_open_requests_finish() -> None:
     run(main)
 
 
+def test_the_end_of_a_request_is_logged_with_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(session: AsyncSession) -> None:
+        with caplog.at_level(logging.INFO, logger="paged_trt"):
+            await collect(session.stream(request("a", prompt_of(200), 2)))
+            await collect(session.stream(request("b", prompt_of(200), 2)))
+
+    run(main)
+    fields = ("request_id", "finish_reason", "prompt_tokens", "cached_tokens", "error")
+    assert [
+        tuple(getattr(record, field) for field in fields)
+        for record in caplog.records
+        if getattr(record, "event", None) == "request_ended"
+    ] == [("a", "length", 200, 0, None), ("b", "length", 200, 128, None)]
+
+
 def test_a_core_that_somebody_else_closes_ends_them_with_an_error() -> None:
     core = EngineCore(Gated())
 
@@ -344,7 +360,7 @@ def test_the_engine_thread_sleeps_where_nothing_is_open() -> None:
         core = session.core
         steps: list[int] = []
         step = core.step
-        core.step = lambda: steps.append(1) or step()  # type: ignore[method-assign,func-returns-value]
+        core.step = lambda **options: steps.append(1) or step(**options)  # type: ignore
         await asyncio.sleep(0.05)
         assert not steps
         await collect(session.stream(request("a", [1], 2)))

@@ -178,6 +178,7 @@ class Constant:
     name = "constant"
     notes: tuple[str, ...] = ()
     bucketed_shapes = True
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -185,6 +186,8 @@ class Constant:
 
     def step(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         return self._logits[: len(inputs.past_lens)]
+
+    def during_next_step(self, work: Any) -> None: ...
 
     def copy_pages(self, pages: object) -> None: ...
 

@@ -194,6 +194,20 @@ def test_a_whole_prompt_that_is_known_runs_its_last_page_again(
         assert generation.num_cached_tokens == cached
 
 
+def test_prompts_that_arrive_together_share_what_the_first_of_them_runs(
+    executor: ReferenceExecutor,
+) -> None:
+    """Each has its pages already when the first has run its first chunk."""
+    core = EngineCore(executor, poisons_freed=True, policy=StepPolicy(step_tokens=256))
+    prompts = [clear_prompt(256, length) for length in (300, 257, 290)]
+    results = Session(core).generate(prompts, NEW_TOKENS)
+    assert [each.tokens for each in results] == [expected(prompt) for prompt in prompts]
+    assert [each.num_cached_tokens for each in results] == [0, 256, 256]
+    assert core.stats().cached_tokens == 512
+    assert core.stats().pages_in_use == 0
+    core.batch.registry.check()
+
+
 def test_generated_tokens_are_reused_by_the_next_turn(executor: ReferenceExecutor) -> None:
     session = Session(EngineCore(executor))
     prompt = clear_prompt(0, 250)

@@ -206,6 +206,9 @@ def test_logprobs_are_those_of_the_model() -> None:
     specs = [Spec(t, k, p, seed=7) for t in (0, 0.5, 2.0) for k in (0, 5) for p in (1.0, 0.5)] * 2
     tokens, logprobs = sample(logits[: len(specs)], specs, range(len(specs)))
     np.testing.assert_allclose(logprobs, exact[np.arange(len(tokens)), tokens], rtol=0, atol=2e-5)
+    alone, nothing = sample(logits[: len(specs)], specs, range(len(specs)), with_logprobs=False)
+    np.testing.assert_array_equal(alone, tokens)
+    assert not nothing.any()
     best = top_logprobs(logits[0], 5)
     assert [token for token, _ in best] == np.argsort(-exact[0])[:5].tolist()
     np.testing.assert_allclose([p for _, p in best], np.sort(exact[0])[::-1][:5], atol=2e-5)

@@ -27,6 +27,7 @@ from paged_trt.plugins.errors import (
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 from paged_trt.runtime.bindings import StepBuffers
+from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.pool import DeviceArena, layer_pools
 from paged_trt.runtime.session import Session
@@ -374,6 +375,30 @@ def test_pools_are_zero_and_values_follow_keys(open_fake: Open, driver: FakeDriv
         assert not read_memory(key, (2 * size,), np.dtype(np.uint8)).any()
         assert driver.blocks[key]
     executor.close()
+
+
+def test_the_host_works_while_the_device_runs_a_step(open_fake: Open, driver: FakeDriver) -> None:
+    executor, engine = open_fake()
+    core = EngineCore(executor)
+    session = Session(core)
+    session.add(PROMPTS[0], 6)
+    seen: list[tuple[int, int]] = []
+
+    def work() -> None:
+        seen.append((engine.contexts[0].executions, driver.calls["cuStreamSynchronize"]))
+
+    before = driver.calls["cuStreamSynchronize"]
+    core.step(meanwhile=work)
+    # The step was handed over, and nobody has waited for it.
+    assert seen == [(1, before)]
+    assert driver.calls["cuStreamSynchronize"] == before + 1
+    core.step()
+    assert len(seen) == 1
+    engine.failing = 1
+    core.step(meanwhile=work)
+    core.step(meanwhile=work)
+    session.close()
+    core.close()
 
 
 def test_only_the_rows_of_the_table_that_changed_travel(
