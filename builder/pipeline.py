@@ -179,6 +179,9 @@ def _page_plan(
     spec: EngineSpec, model: ir.Model, request: BuildRequest, *, dialect: str
 ) -> PagePlan:
     initializers = model.graph.initializers.values()
+    explicit = _explicit_plan(request.config)
+    if explicit is not None:
+        require_affordable(explicit, largest_requests(spec))
     return PagePlan(
         spec=spec,
         model_name=request.model.name,
@@ -188,22 +191,27 @@ def _page_plan(
         * spec.kv_cache_dtype.itemsize,
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
-        workspace_bytes=max(_workspace_bytes(spec, _explicit_plan(request.config))),
+        workspace_bytes=max(workspace_bounds(spec, explicit)),
     )
 
 
-def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
-    """Bound of each layer; TensorRT lets layers share one workspace.
+def workspace_bounds(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
+    """Bytes of attention workspace that no step passes, for each layer.
 
-    Raises:
-        ConfigError: the explicit plan needs too much of it.
+    TensorRT lets layers share one workspace: an engine needs the largest.
     """
+    planner = PolicyPlanner(explicit=explicit)
+    return [planner.workspace_bytes(request) for request in largest_requests(spec)]
+
+
+def largest_requests(spec: EngineSpec) -> list[AttentionPlanRequest]:
+    """The largest step of each layer, as far as an engine is known before its device is."""
     step = StepShape(
         num_tokens=spec.max_token_rows,
         num_seqs=spec.pool.max_batch_size,
         table_width=spec.pool.max_pages_per_seq,
     )
-    requests = [
+    return [
         AttentionPlanRequest(
             arch=None,
             attention=layer,
@@ -213,10 +221,6 @@ def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[i
         )
         for layer in spec.layers
     ]
-    if explicit is not None:
-        require_affordable(explicit, requests)
-    planner = PolicyPlanner(explicit=explicit)
-    return [planner.workspace_bytes(request) for request in requests]
 
 
 def _require_onnx_target(path: Path) -> None:

@@ -16,8 +16,10 @@ from typing import Any, Final
 
 from paged_trt.plugins.errors import (
     ConfigError,
+    DeviceMissingError,
     ExecutionError,
     KernelCompileError,
+    PackageMissingError,
     UnsupportedError,
 )
 
@@ -93,7 +95,7 @@ def nvrtc_version() -> str:
 
         major, minor = check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     except (ImportError, RuntimeError) as error:
-        raise UnsupportedError(f"NVRTC is not installed ({error}); {_INSTALL}") from error
+        raise PackageMissingError(f"NVRTC is not installed ({error}); {_INSTALL}") from error
     return f"{major}.{minor}"
 
 
@@ -107,10 +109,10 @@ def cuda_headers() -> tuple[Path, ...]:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
     found = find_nvidia_header_directory("cudart")
     if found is None:
-        raise UnsupportedError(f"the headers of CUDA are not installed; {_INSTALL}")
+        raise PackageMissingError(f"the headers of CUDA are not installed; {_INSTALL}")
     return (Path(found),)
 
 
@@ -124,7 +126,7 @@ def driver() -> Any:
     try:
         from cuda.bindings import driver as module
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-bindings` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-bindings` is not installed; {_INSTALL}") from error
     try:
         check(module.cuInit(0), "cuInit")
     except RuntimeError as error:  # also what the bindings raise where libcuda is missing
@@ -233,7 +235,7 @@ def _attributes(ordinal: int) -> tuple[str, int]:
     try:
         count = check(module.cuDeviceGetCount(), "cuDeviceGetCount")
         if not 0 <= ordinal < count:
-            raise UnsupportedError(
+            raise DeviceMissingError(
                 f"there is no CUDA device {ordinal}, this machine has {count}; pass `--device` "
                 "with a smaller number"
             )
@@ -252,9 +254,12 @@ def _attributes(ordinal: int) -> tuple[str, int]:
     return f"sm_{major}{minor}", units
 
 
-def _no_device(error: Exception) -> UnsupportedError:
-    return UnsupportedError(
-        f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
+def _no_device(error: Exception) -> DeviceMissingError:
+    # The bindings' own message is about their search for libraries.
+    is_missing = type(error).__name__ == "DynamicLibNotFoundError"
+    reason = "there is no NVIDIA driver: libcuda is not found" if is_missing else str(error)
+    return DeviceMissingError(
+        f"no CUDA device can be used ({reason}); run this on a machine with an NVIDIA driver"
     )
 
 
@@ -262,5 +267,5 @@ def _core() -> Any:
     try:
         import cuda.core
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-core` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-core` is not installed; {_INSTALL}") from error
     return cuda.core

@@ -140,15 +140,17 @@ class Stream:
         )
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy on the device; the two blocks do not overlap."""
+        """Copy within the device."""
         check(
             self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream),
             "cuMemcpyDtoDAsync",
         )
 
-    def fill_zero(self, target: int, num_bytes: int) -> None:
-        """Set device memory to zero."""
-        check(self._driver.cuMemsetD8Async(target, 0, num_bytes, self._stream), "cuMemsetD8Async")
+    def fill(self, target: int, num_bytes: int, *, byte: int) -> None:
+        """Set every byte of device memory."""
+        check(
+            self._driver.cuMemsetD8Async(target, byte, num_bytes, self._stream), "cuMemsetD8Async"
+        )
 
     def synchronize(self) -> None:
         """Wait for everything on the stream.

@@ -294,6 +294,34 @@ def page_of_position(position: int) -> int:
     return position // TOKENS_PER_PAGE
 
 
+def full_pages(num_tokens: int) -> int:
+    """Pages of a sequence whose every position is taken by its first `num_tokens` tokens.
+
+    Raises:
+        KvPoolError: `num_tokens` is negative, no int, or over MAX_KV_CACHE_CAPACITY.
+    """
+    _require_int("num_tokens", num_tokens, 0, MAX_KV_CACHE_CAPACITY)
+    return num_tokens // TOKENS_PER_PAGE
+
+
+def page_positions(index: int) -> slice:
+    """Positions of a sequence that its page number `index` holds."""
+    return slice(index * TOKENS_PER_PAGE, (index + 1) * TOKENS_PER_PAGE)
+
+
+def first_visible_page(past_len: int, window: int) -> int:
+    """First page of a sequence that its next token, or a later one, can see.
+
+    Args:
+        past_len: tokens in the pool; the next token has this position.
+        window: keys visible to the left, the token itself included, of the layer that sees
+            most; negative where it sees all.
+    """
+    if window < 0:
+        return 0
+    return max(0, past_len - window + 1) // TOKENS_PER_PAGE
+
+
 def table_width_buckets(pool: KvPoolSpec) -> tuple[int, ...]:
     """Page-table widths that a step may use: powers of two, then the maximum."""
     return power_of_two_buckets(pool.max_pages_per_seq)

@@ -13,8 +13,9 @@ from paged_trt.builder.config import BuildConfig
 from paged_trt.builder.pipeline import BuildRequest, PagePlan, build_engine_directory, plan_build
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.scripts.build_check import check_build, require_checkable
-from paged_trt.scripts.cli import configure_logging, plain
+from paged_trt.scripts.cli import configure_logging
 from paged_trt.scripts.compare import EXIT_DIFFERENT
+from paged_trt.scripts.error_output import plain
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
 
@@ -62,6 +63,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     default="last",
     show_default=True,
     help="Token rows that get logits: the last of each sequence, or all.",
+)
+@click.option(
+    "--greedy-in-engine",
+    is_flag=True,
+    help="Also choose the next tokens in the engine: greedy steps then copy no logits.",
 )
 @click.option(
     "--tokenizer",

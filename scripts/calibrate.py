@@ -23,7 +23,7 @@ from paged_trt.runtime.calibration import silent_heads
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.calibration import Calibration, calibrate
 from paged_trt.scripts.calibration_prompts import BUILT_IN, read_prompt_file
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.prompts import read_prompts
 
@@ -102,7 +102,7 @@ def command(
           --max-kv-cache-capacity 1024 --kv-cache-dtype float8 \\
           --kv-scales kv_scales.safetensors
     """
-    require_writable(output)
+    require_writable(output, option="-o")
     prompts = _prompts(model, tokenizer, prompt_file, ids=ids, chat=chat, longest=max_prompt_len)
     found = calibrate(model, prompts, DType(kv_cache_dtype), dtype=dtype, num_new_tokens=new_tokens)
     metadata = {

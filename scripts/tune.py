@@ -25,7 +25,7 @@ from paged_trt.plugins.launch.tuner import TimePlan, Tuning, engine_requests, tu
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.plugins.operands import StepShape
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.files import require_writable, write_text
 
 
@@ -110,8 +110,7 @@ def command(
       paged-trt tune engine
       paged-trt tune --heads 32/8 --batch 1,8 --tokens 4096,16384 --dry-run
     """
-    if json_file is not None:
-        require_writable(json_file)
+    require_writable(json_file, option="--json")
     requests = _requests(engine_dir, shapes)
     console = Console()
     if dry_run:

@@ -15,13 +15,9 @@ from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.trial import (
-    BYTES_IN_TURN,
-    StepSizes,
-    TrialMemory,
-    is_attention,
-    prepare_trial,
-)
+from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN, StepSizes
+from paged_trt.plugins.launch.trial import is_attention, prepare_trial
+from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.launch.tuner import TimePlan, step_lengths
 from paged_trt.plugins.timing import DriverGraphs, measure

@@ -18,8 +18,13 @@ SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
 class Function:
     """A loaded kernel: its argument struct tells how to read a launch."""
 
-    def __init__(self, name: str, struct: type[ctypes.Structure] | None = None) -> None:
-        self.name, self.struct = name, struct
+    def __init__(
+        self,
+        name: str,
+        struct: type[ctypes.Structure] | None = None,
+        run: Callable[[dict[str, Any]], None] = lambda args: None,
+    ) -> None:
+        self.name, self.struct, self.run = name, struct, run
 
 
 class Launched:
@@ -51,6 +56,7 @@ class FakeDriver:
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
+        self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
         self.blocks: dict[int, Any] = {}
@@ -79,6 +85,8 @@ class FakeDriver:
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls[name] += 1
+            if name.startswith("cuMemcpy"):
+                self.copied[name].append(arguments[2])
             if self.failing.get(name, 0):
                 self.failing[name] -= 1
                 return (INVALID, None, None)
@@ -154,7 +162,6 @@ class FakeDriver:
 
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
-
     _cuMemcpyDtoDAsync = _copy
 
     def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:
@@ -221,9 +228,10 @@ class FakeDriver:
         self, config: Any, function: Function, parameters: int, extra: int
     ) -> tuple[Any, ...]:
         launched = Launched(config, function, parameters)
+        self.launches.append(launched)
 
         def work() -> None:
-            self.launches.append(launched)
+            function.run(launched.args)
             self.clock_us += self.launch_us(launched)
 
         self.perform(work)

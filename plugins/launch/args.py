@@ -227,6 +227,23 @@ class PrefillSm90Args(ctypes.Structure):
     )
 
 
+class SampleArgs(ctypes.Structure):
+    """Choose a token for each row of logits.
+
+    `rows` is `[N]` of `sampling.SampleRow`, `logprobs` `[N]` float32, or 0 where nobody asks.
+    """
+
+    _fields_ = (
+        ("logits", Pointer),
+        ("rows", Pointer),
+        ("tokens", Pointer),
+        ("logprobs", Pointer),
+        ("row_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+    )
+
+
 ARGUMENT_STRUCTS: Final = (
     AppendArgs,
     DecodeDirectArgs,
@@ -235,6 +252,13 @@ ARGUMENT_STRUCTS: Final = (
     MergeArgs,
     PrefillArgs,
     PrefillSm90Args,
+    )
+
+
+    DecodeSplitArgs,
+    MergeArgs,
+    PrefillArgs,
+    SampleArgs,
 )
 
 
@@ -243,7 +267,7 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
 
     It checks the size of each struct, and offset and size of each field.
     """
-    lines = ['#include "launch_args.cuh"']
+    lines = ['#include "launch_args.cuh"', '#include "sample_args.cuh"']
     for struct in structs:
         name = f"paged_trt::{struct.__name__}"
         lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')

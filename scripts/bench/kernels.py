@@ -11,13 +11,13 @@ from rich.console import Console
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.tuning_target import tuning_target
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
 from paged_trt.scripts.kernel_bench.libraries import find_peers, require_torch, versions_of
+from paged_trt.scripts.kernel_bench.opening import open_bench
 from paged_trt.scripts.kernel_bench.ours import kernels_of
 from paged_trt.scripts.kernel_bench.plots import draw, require_plots
 from paged_trt.scripts.kernel_bench.report import results_of, results_path, rows_table
-from paged_trt.scripts.kernel_bench.run import open_bench
 from paged_trt.scripts.results import Results
 
 ALL = "all"
@@ -110,6 +110,8 @@ def command(
             console.print(rows_table(results))
             if note:
                 console.print(plain(note))
+            if bench.is_interrupted:
+                raise KeyboardInterrupt
 
 
 def _write(results: Results, folder: Path, *, plot: bool) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from paged_trt.plugins import cuda, device
-from paged_trt.plugins.cuda import check
 from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.launch.compiler import compile_arch
-from paged_trt.plugins.launch.trial import TrialMemory
+from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.timing import Graphs, measure
 
 READ_BYTES: Final = 2**32
@@ -20,9 +19,9 @@ _VARIANTS: Final = ((4, 4), (8, 2), (8, 4), (16, 2))
 """Loads in flight of a thread, blocks of a multiprocessor: the best of them counts."""
 _MATMUL: Final = 8192
 _SOURCE: Final = """
-struct ReadArgs { const uint4* data; unsigned long long tiles; unsigned* out; };
-template <int kLoads>
-__global__ void __launch_bounds__(512) read_all(const ReadArgs args) {
+struct MoveArgs { const uint4* data; unsigned long long tiles; uint4* out; };
+template <int kLoads, bool kCopies>
+__global__ void __launch_bounds__(512) move_all(const MoveArgs args) {
   unsigned sum = 0;
   for (unsigned long long tile = blockIdx.x; tile < args.tiles; tile += gridDim.x) {
     const uint4* data = args.data + tile * (512ull * kLoads) + threadIdx.x;
@@ -33,14 +32,18 @@ __global__ void __launch_bounds__(512) read_all(const ReadArgs args) {
                    : "=r"(found[i].x), "=r"(found[i].y), "=r"(found[i].z), "=r"(found[i].w)
                    : "l"(data + i * 512));
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) sum ^= found[i].x ^ found[i].y ^ found[i].z ^ found[i].w;
+    for (int i = 0; i < kLoads; ++i) {
+      if (kCopies) args.out[tile * (512ull * kLoads) + threadIdx.x + i * 512] = found[i];
+      else sum ^= found[i].x ^ found[i].y ^ found[i].z ^ found[i].w;
+    }
   }
-  if (sum == 0x5a17c0deu) *args.out = sum;
+  // Never true but by chance: a sum that nobody reads would not be computed.
+  if (!kCopies && sum == 0x5a17c0deu) args.out->x = sum;
 }
 """
 
 
-class ReadArgs(ctypes.Structure):
+class MoveArgs(ctypes.Structure):
     """As in the source above."""
 
     _fields_ = (
@@ -63,56 +66,39 @@ def measure_ceilings(
         num_multiprocessors: of the device.
     """
     size = min(READ_BYTES, memory.pool_bytes)
-    found = {
-        "read_GBs": _read(graphs, memory, size, stream, arch, num_multiprocessors),
-        "copy_GBs": _copy(graphs, memory, size, stream),
+    names = {
+        (copies, variant): f"move_all<{variant[0]}, {str(copies).lower()}>"
+        for copies in (False, True)
+        for variant in _VARIANTS
     }
-    matmul = _matmul(graphs)
-    return found if matmul is None else {**found, "matmul_TFLOPs": matmul}
-
-
-def _read(
-    graphs: Graphs, memory: TrialMemory, size: int, stream: int, arch: str, units: int
-) -> float:
-    names = [f"read_all<{loads}>" for loads, _ in _VARIANTS]
     cubin = cuda.compile_cubin(
-        _SOURCE, arch=compile_arch(arch), name_expressions=list(dict.fromkeys(names))
+        _SOURCE, arch=compile_arch(arch), name_expressions=[*dict.fromkeys(names.values())]
     )
-    out = memory.scratch(4, "the sum of a reading kernel")
-    best = 0.0
-    for (loads, blocks), name in zip(_VARIANTS, names, strict=True):
+    best = {False: 0.0, True: 0.0}
+    for (copies, (loads, blocks)), name in names.items():
         function = device.load_function(cubin.code, cubin.names[name], shared_bytes=0)
         tile = _THREADS * loads * 16
-        block = ReadArgs(data=memory.pools[0], tiles=size // tile, out=out)
+        # What a copy leaves in the other pool are random numbers as well.
+        block = MoveArgs(data=memory.pools[0], tiles=size // tile, out=memory.pools[1])
         launch = KernelLaunch(
             function,
             block,
-            grid=(units * blocks, 1, 1),
+            grid=(num_multiprocessors * blocks, 1, 1),
             threads=_THREADS,
             shared_bytes=0,
             overlaps=False,
             label=name,
         )
         times = measure(graphs, [_on(launch, stream)], replays=5)
-        best = max(best, size // tile * tile / times.median / 1e3)
-    memory.release()
-    return round(best, 1)
+        moved = size // tile * tile * (2 if copies else 1)
+        best[copies] = max(best[copies], moved / times.median / 1e3)
+    found = {"read_GBs": round(best[False], 1), "copy_GBs": round(best[True], 1)}
+    matmul = _matmul(graphs)
+    return found if matmul is None else {**found, "matmul_TFLOPs": matmul}
 
 
 def _on(launch: Callable[[int], None], stream: int) -> Callable[[], None]:
     return lambda: launch(stream)
-
-
-def _copy(graphs: Graphs, memory: TrialMemory, size: int, stream: int) -> float:
-    """Bytes read and written by the driver's own copy from one pool to the other."""
-    keys, values = memory.pools
-    driver = memory.device.driver
-
-    def copy() -> None:
-        check(driver.cuMemcpyDtoDAsync(values, keys, size, stream), "cuMemcpyDtoDAsync")
-
-    times = measure(graphs, [copy], replays=5)
-    return round(2 * size / times.median / 1e3, 1)
 
 
 def _matmul(graphs: Graphs) -> float | None:

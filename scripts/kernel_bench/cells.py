@@ -12,7 +12,7 @@ import numpy as np
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.trial import StepSizes
+from paged_trt.plugins.launch.step_sizes import StepSizes
 
 BF16, FP8, INT8 = DType.BFLOAT16, DType.FLOAT8, DType.INT8
 SPREAD: Final = 64
@@ -242,12 +242,8 @@ def prefill_cells() -> Iterator[Cell]:
         yield cell("chunk", (32, 8), batch, queries, keys)
     for batch, tokens in ((8, 16384), (16, 16384)):
         lengths = tuple(spread_lengths(batch, tokens))
-        yield Cell(
-            family=Family.PREFILL,
-            group="ragged",
-            heads=(32, 8),
-            sizes=StepSizes(query_lens=lengths, kv_lens=lengths),
-        )
+        sizes = StepSizes(query_lens=lengths, kv_lens=lengths)
+        yield Cell(family=Family.PREFILL, group="ragged", heads=(32, 8), sizes=sizes)
     for dim in (64, 256):
         yield cell("head_dim", (32, 8), 1, 8192, 8192, head_dim=dim)
     for window in (1024, 4096):

@@ -14,16 +14,9 @@ from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.trial import (
-    Trial,
-    TrialMemory,
-    is_append,
-    is_attention,
-    page_tables,
-    pool_spec,
-    prepare_trial,
-    sets_in_turn,
-)
+from paged_trt.plugins.launch.step_sizes import page_tables, pool_spec, sets_in_turn
+from paged_trt.plugins.launch.trial import Trial, is_append, is_attention, prepare_trial
+from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
 from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.timing import Graphs, Times, measure

@@ -21,7 +21,9 @@ from paged_trt.plugins.attention import FULL_WINDOW
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import PagedTrtError
 from paged_trt.plugins.kv import TOKENS_PER_PAGE, tokens_in_last_page
-from paged_trt.plugins.launch.trial import Trial, TrialMemory, pool_scale, pool_spec
+from paged_trt.plugins.launch.step_sizes import pool_spec
+from paged_trt.plugins.launch.trial import Trial
+from paged_trt.plugins.launch.trial_memory import TrialMemory, pool_scale
 from paged_trt.plugins.timing import Call
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
 
@@ -29,7 +31,7 @@ CHECKED_QUERIES: Final = 256
 
 
 class PeerError(PagedTrtError):
-    """A library cannot run a cell; the message says why."""
+    """A cell that is none for a library; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.kernel_bench.cells import Family
 from paged_trt.scripts.results import Results, commit
 
@@ -22,9 +22,11 @@ METHOD: Final = (
     "process on the same bytes, sizes and page order, each result checked against float32 once "
     "per kind of cell; bytes are keys and values (decode), what is read and written (append), "
     "all tensors (prefill); of_ceiling is against the read bandwidth (decode), the copy bandwidth "
-    "(append) and a bfloat16 product of 8192^3 (prefill), all measured in the run; the append and "
-    "rope of a step are no part of decode and prefill; a kernel starts while the one ahead ends "
-    "where it does so in an engine, other libraries as they choose by default"
+    "(append) and torch's bfloat16 product of 8192^3 (prefill; a yardstick, which a kernel may "
+    "pass), all measured in the run; the append and rope of a step are no part of decode and "
+    "prefill, nor are FlashInfer's plans and FlashAttention-3's scheduler metadata; a kernel "
+    "starts while the one ahead ends where it does so in an engine, other libraries as they "
+    "choose by default"
 )
 ROWS_SHOWN: Final = ("shape", "ours us", "plan", "of ceiling", "best peer", "us", "ratio")
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from paged_trt.plugins.device import Stream, kept_device
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, PagedTrtError
-from paged_trt.plugins.launch.trial import BYTES_IN_TURN, TrialMemory, is_attention
-from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.plugins.launch.tuning_target import tuned_plans
-from paged_trt.plugins.timing import DriverGraphs, Graphs, Times, measure
-from paged_trt.scripts.kernel_bench.ceilings import measure_ceilings
+from paged_trt.plugins.launch.trial_memory import TrialMemory
+from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
 from paged_trt.scripts.kernel_bench.ours import OurKernels
 from paged_trt.scripts.kernel_bench.peers import (
     Peer,
     PeerData,
     PeerError,
-    make_data,
-    our_data,
     relative_error,
 )
 
 Row = dict[str, Any]
-FREE_PART: Final = 0.7
-"""Of the free memory that the pools may take: other libraries need workspaces of their own."""
 MOST_FAILURES: Final = 3
 """A library that fails so often in one group of cells is not tried in the rest of it."""
 MOST_CHECKED: Final = 2**18
@@ -53,6 +44,9 @@ class Bench:
         our_error: error of our own result; None where nothing can compute it.
         all_plans: time every candidate of the planner too.
         show: gets one line per cell.
+        failures: of each library in each group of cells.
+        checked: kinds of cells whose result was compared.
+        is_interrupted: whether Ctrl-C ended `run`.
     """
 
     graphs: Graphs
@@ -67,6 +61,7 @@ class Bench:
     show: Callable[[str], None] = lambda line: None
     failures: dict[tuple[str, Family, str], int] = dataclasses.field(default_factory=dict)
     checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    is_interrupted: bool = False
 
     def run(self, cells: Sequence[Cell], *, limit_s: float | None = None) -> tuple[list[Row], str]:
         """Rows of the cells, and why cells are missing; empty where none is.
@@ -84,8 +79,11 @@ class Bench:
                 row = self.cell(cell)
             except ExecutionError as error:
                 return rows, f"stopped at {cell}: {error}"
+            except KeyboardInterrupt:
+                self.is_interrupted = True
+                return rows, f"interrupted at cell {index + 1} of {len(cells)}"
             rows.append(row)
-            self.show(line_of(cell, row))
+            self.show(f"{time.monotonic() - begin:6.1f} s  {line_of(cell, row)}")
         return rows, ""
 
     def cell(self, cell: Cell) -> Row:
@@ -131,10 +129,12 @@ class Bench:
                 calls = peer.prepare(data)
                 self.graphs.run(calls.calls[0])
                 if wrong := self._check(peer.name, data, calls.output):
-                    raise PeerError(wrong)
+                    errors[peer.name] = wrong
+                    continue
                 found[peer.name] = measure(self.graphs, calls.calls, replays=5, estimate=estimate)
-            except PeerError as error:
-                errors[peer.name] = _short(error)
+            except PeerError:
+                # It says beforehand that this is no cell for it.
+                continue
             except Exception as error:  # libraries have no base class in common
                 errors[peer.name] = _short(error)
                 key = (peer.name, cell.family, cell.group)
@@ -199,85 +199,6 @@ class Bench:
         if ceiling is not None:
             found["of_ceiling"] = round(reached / ceiling, 3)
         return found
-
-
-@contextlib.contextmanager
-def open_bench(
-    ordinal: int, target: TuningTarget, cells: Sequence[Cell], *, with_torch: bool
-) -> Iterator[Bench]:
-    """A bench on a device, its ceilings measured; peers are added by the caller.
-
-    Args:
-        ordinal: number of the device.
-        target: the device.
-        cells: all that are going to be run.
-        with_torch: record graphs with torch, which other libraries need.
-
-    Raises:
-        UnsupportedError: there is no device.
-        ExecutionError: there is too little memory.
-    """
-    device = kept_device(ordinal)
-    with device.current(), contextlib.ExitStack() as stack:
-        stream = Stream(device.driver)
-        stack.callback(stream.close)
-        graphs: Graphs
-        if with_torch:
-            from paged_trt.scripts.kernel_bench.torch_graphs import TorchGraphs
-
-            graphs = TorchGraphs()
-            handle = graphs.handle
-        else:
-            graphs = own = DriverGraphs(stream, driver=device.driver)
-            stack.callback(own.close)
-            handle = stream.handle
-        size = pool_bytes(cells, device.free_bytes())
-        memory = TrialMemory(device, stream, pool_bytes=size)
-        stack.callback(memory.close)
-        memory.fill(DType.BFLOAT16)
-        units = target.num_multiprocessors
-        ours = OurKernels(
-            memory,
-            graphs,
-            stream=handle,
-            arch=target.arch,
-            num_multiprocessors=units,
-            tuned=tuned_plans(),
-        )
-        limits = measure_ceilings(
-            graphs, memory, stream=handle, arch=target.arch, num_multiprocessors=units
-        )
-
-        def data_of(cell: Cell) -> PeerData:
-            memory.fill(cell.kv)
-            return make_data(graphs, memory, cell, ours.tables(cell))
-
-        def our_error(cell: Cell) -> float:
-            try:
-                trial = ours.prepare(cell)
-                data = our_data(graphs, memory, cell, trial)
-                graphs.run(trial.calls(handle, only=is_attention)[0])
-                return relative_error(data, data.out, turn=0)
-            finally:
-                memory.release()
-
-        yield Bench(
-            graphs=graphs,
-            memory=memory,
-            ours=ours,
-            peers=[],
-            ceilings=limits,
-            data_of=data_of,
-            our_error=our_error if with_torch else None,
-        )
-
-
-def pool_bytes(cells: Sequence[Cell], free: int) -> int:
-    """Bytes of the keys, and of the values, for the largest cell; bounded by what is free."""
-    largest = max(cell.sizes.kv_bytes(cell.attention, cell.kv) for cell in cells)
-    # Half of a cell's bytes are keys; ragged sequences end inside of pages.
-    wanted = max(2 * BYTES_IN_TURN, largest * 9 // 16)
-    return min(wanted, int(free * FREE_PART) // 2)
 
 
 def line_of(cell: Cell, row: Row) -> str:

@@ -16,6 +16,7 @@ from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuner import engine_requests
 from paged_trt.plugins.manifest import MANIFEST_FILE, SourceRecord
 from paged_trt.scripts.cli import main
+from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.tune import to_json, tune_all, tunings_table
 
 SHAPES = ["--heads", "32/8", "--batch", "1,8", "--tokens", "4096"]
@@ -123,3 +124,20 @@ def test_an_engine_whose_steps_leave_no_choice_says_so(
     """One page: there is nothing to split."""
     assert main(["tune", str(_engine_dir(tmp_path, None)), "--dry-run"]) == 2
     assert "one plan only" in capsys.readouterr().err
+
+
+def test_a_build_says_how_much_an_explicit_split_takes_and_what_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_toy(tmp_path / "toy", "attention23-past")
+    words = [
+        *("build", str(tmp_path / "toy" / "model.onnx"), "--dry-run"),
+        *("--max-batch-size", "70000", "--max-input-len", "64"),
+        *("--max-kv-cache-capacity", "2048", "--attention-plan"),
+    ]
+    assert main([*words, "split:128"]) == 2
+    error = capsys.readouterr().err
+    assert "1,164,800,000 bytes of workspace" in error
+    assert "`split:256` (582,400,000 bytes)" in error
+    assert main([*words, "split:256"]) == 0
+    assert "582,400,000" in capsys.readouterr().out

@@ -36,6 +36,7 @@ class ToyEngine:
     plan: str | None = None
     dialect: str = "attention23-past"
     logits: str = "last"
+    greedy: bool = False
     pool_pages: int | None = None
     max_batch_size: int = 4
     capacity: int = 1024
@@ -91,6 +92,7 @@ def _build(toy: ToyEngine) -> Path:
         kv_cache_dtype=toy.kv or "auto",
         kv_scales=scales,
         logits=toy.logits,
+        greedy_in_engine=toy.greedy,
         attention_plan=toy.plan,
     )
     build_engine_directory(BuildRequest(model=source / "model.onnx", target=target, config=config))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, KernelError
-from paged_trt.plugins.launch.trial import StepSizes
+from paged_trt.plugins.launch.step_sizes import StepSizes
 from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.timing import Times
 from paged_trt.scripts.cli import main
@@ -133,7 +133,7 @@ class FakeOurs:
 
     def __init__(self, microseconds: float = 50.0) -> None:
         self.microseconds = microseconds
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def time(self, cell: Cell, *, estimate: float, all_plans: bool) -> OurTimes:
         if self.error is not None:
@@ -208,7 +208,7 @@ def test_a_library_that_keeps_failing_is_left_out_and_one_that_declines_is_not()
     rows, _ = make_bench(failing, declining).run(cells)
     assert failing.prepared == MOST_FAILURES
     assert declining.prepared == len(cells)
-    assert rows[0]["errors"]["failing"] == "RuntimeError: no kernel image"
+    assert rows[0]["errors"] == {"failing": "RuntimeError: no kernel image"}
     assert all("ratio_to_best_peer" not in row for row in rows)
 
 
@@ -244,6 +244,16 @@ def test_a_lost_device_ends_the_run_and_keeps_what_there_is() -> None:
     assert "the device is lost" in note
     with pytest.raises(ExecutionError):
         bench._require_device(RuntimeError("again"))
+
+
+def test_an_interrupt_keeps_what_was_measured() -> None:
+    bench = make_bench()
+    rows, note = bench.run([CELL])
+    bench.ours.error = KeyboardInterrupt()
+    more, note = bench.run([CELL, CELL])
+    assert (len(rows), more) == (1, [])
+    assert note == "interrupted at cell 1 of 2"
+    assert bench.is_interrupted
 
 
 def test_the_limit_keeps_what_was_measured() -> None:

@@ -21,15 +21,9 @@ from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import Direct, SplitKv
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.trial import (
-    StepSizes,
-    Trial,
-    TrialMemory,
-    is_append,
-    is_attention,
-    page_tables,
-    prepare_trial,
-)
+from paged_trt.plugins.launch.step_sizes import StepSizes, page_tables
+from paged_trt.plugins.launch.trial import Trial, is_append, is_attention, prepare_trial
+from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuner import tune_request
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.timing import DriverGraphs, measure

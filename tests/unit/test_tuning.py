@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_trt.plugins import cuda
 from paged_trt.plugins.attention import AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, KernelCompileError
+from paged_trt.plugins.launch import tuning_target
 from paged_trt.plugins.launch.explicit import MAX_EXPLICIT_WORKSPACE_BYTES, require_affordable
 from paged_trt.plugins.launch.partitions import active_partitions
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
@@ -276,3 +278,45 @@ def test_a_split_that_takes_gigabytes_is_refused_with_what_fits() -> None:
     assert f"`split:1024` ({plan_workspace_bytes(fitting, largest):,} bytes)" in str(caught.value)
     require_affordable(fitting, [largest])
     require_affordable(Direct(), [largest])
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A device that is not there, with a cache directory of its own."""
+    monkeypatch.setenv("PAGED_TRT_CACHE_DIR", str(tmp_path))
+    for name, value in (
+        ("device_name", TARGET.gpu),
+        ("device_arch", TARGET.arch),
+        ("multiprocessors", TARGET.num_multiprocessors),
+    ):
+        monkeypatch.setattr(cuda, name, lambda ordinal=None, value=value: value)
+    monkeypatch.setattr(cuda, "driver_version", lambda: TARGET.driver)
+    monkeypatch.setattr(cuda, "nvrtc_version", lambda: TARGET.compiler)
+    tuning_target._read_once.cache_clear()
+    return tmp_path
+
+
+def test_a_process_reads_its_plans_once(device: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = tuning_target.tuning_target()
+    assert dataclasses.replace(now, kernels=TARGET.kernels) == TARGET
+    path = write_tuned([tuned(Direct())], now)
+    assert path.parent == device
+    assert len(tuning_target.tuned_plans()) == 1
+    path.unlink()
+    assert len(tuning_target.tuned_plans()) == 1
+    tuning_target._read_once.cache_clear()
+    assert len(tuning_target.tuned_plans()) == 0
+    assert caplog.records == []
+
+
+def test_stale_plans_are_said_once_per_process(
+    device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = tuning_target.tuning_target()
+    path = write_tuned([tuned(Direct())], now)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "kernels": "0" * 64}))
+    with caplog.at_level(logging.WARNING, "paged_trt"):
+        for _ in range(3):
+            assert len(tuning_target.tuned_plans()) == 0
+    assert len(caplog.records) == 1
