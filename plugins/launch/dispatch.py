@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paged_trt.plugins.device import KernelLaunch
+from paged_trt.plugins.device import KernelLaunch, MemoryClear
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.args import PrefillSm90Args
@@ -24,7 +24,12 @@ from paged_trt.plugins.launch.kernels_decode import (
     partial_output_elements,
     split_partitions,
 )
-from paged_trt.plugins.launch.kernels_prefill_sm90 import EncodeMap, refusal, set_pool_maps
+from paged_trt.plugins.launch.kernels_prefill_sm90 import (
+    COUNTER_BYTES,
+    EncodeMap,
+    refusal,
+    set_pool_maps,
+)
 from paged_trt.plugins.launch.loaded import (
     ARGUMENT_STRUCTS,
     KERNELS,
@@ -50,6 +55,7 @@ MOST_PREPARED: Final = 128
 
 Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
+ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", "partial_output", "partial_lse"))
 
@@ -98,6 +104,7 @@ class PreparedStep:
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
         encode_map: as `tensor_maps.encode_pool_map`.
+        make_clear: as `MemoryClear`.
 
     Raises:
         KernelLaunchError: a kernel is not loaded.
@@ -113,6 +120,7 @@ class PreparedStep:
         registry: KernelRegistry = KERNELS,
         make_launch: LaunchMaker = KernelLaunch,
         encode_map: EncodeMap | None = None,
+        make_clear: ClearMaker = MemoryClear,
     ) -> None:
         self.request = request
         self.plan = planner.plan(request).plan
@@ -120,13 +128,17 @@ class PreparedStep:
         self.addresses = addresses
         self._operator = operator
         self._encode_map = encode_map
+        takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
+        self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
         self._split = self.plan if request.is_decode and isinstance(self.plan, SplitKv) else None
         elements = partial_output_elements(request.step, request.attention, self.partitions)
         self._lse_offset = 4 * elements
         # All are found before one is launched.
         loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
-        self._launches = tuple(kernel.launch for kernel in self._kernels)
+        # The counter first, so that it is clear long before it is needed.
+        clears: list[Launch] = [] if self._counter is None else [self._counter]
+        self._launches = (*clears, *(kernel.launch for kernel in self._kernels))
 
     @property
     def partitions(self) -> int:
@@ -154,14 +166,16 @@ class PreparedStep:
             for name in kernel.fields:
                 setattr(block, name, operands[name])
             if isinstance(block, PrefillSm90Args):
-                self._set_pool_maps(block, operands["key_pool"], operands["value_pool"])
+                self._set_prefill_addresses(block, addresses)
         self.addresses = addresses
 
-    def _set_pool_maps(self, block: PrefillSm90Args, key_pool: int, value_pool: int) -> None:
+    def _set_prefill_addresses(self, block: PrefillSm90Args, addresses: CallAddresses) -> None:
+        if self._counter is not None:
+            block.tile_counter = self._counter.address = addresses.workspace
         set_pool_maps(
             block,
-            key_pool,
-            value_pool,
+            addresses.operands[Operand.KEY_POOL],
+            addresses.operands[Operand.VALUE_POOL],
             request=self.request,
             pool=self._operator.pool,
             encode_map=self._encode_map,
@@ -187,8 +201,7 @@ class PreparedStep:
             plan=self._split,
         )
         if isinstance(block, PrefillSm90Args):
-            operands = self.addresses.operands
-            self._set_pool_maps(block, operands[Operand.KEY_POOL], operands[Operand.VALUE_POOL])
+            self._set_prefill_addresses(block, self.addresses)
         launch = make_launch(
             kernel.function,
             block,

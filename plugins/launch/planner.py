@@ -17,7 +17,7 @@ from paged_trt.plugins.launch.kernels_decode import (
     split_partitions,
     split_workspace_bytes,
 )
-from paged_trt.plugins.launch.kernels_prefill_sm90 import plan_prefill
+from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
     AttentionPlan,
     Direct,
@@ -69,10 +69,16 @@ class PolicyPlanner:
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
         """The explicit plan, else the heuristic's; pure. Explicit plans are about decoding."""
         if not request.is_decode:
-            return PlannedAttention(plan=plan_prefill(request), source=PlanSource.HEURISTIC)
+            return PlannedAttention(plan=self._prefill(request), source=PlanSource.HEURISTIC)
         if self.explicit is not None:
             return PlannedAttention(plan=self.explicit, source=PlanSource.EXPLICIT)
         return PlannedAttention(plan=_heuristic(request), source=PlanSource.HEURISTIC)
+
+    def _prefill(self, request: AttentionPlanRequest) -> PrefillPlan:
+        plan = plan_prefill(request)
+        # A plan has the workspace of its decode steps, which may be none.
+        has_counter = plan.takes_tiles and self.workspace_bytes(request) >= COUNTER_BYTES
+        return dataclasses.replace(plan, takes_tiles=has_counter)
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
         """Bytes of partial results that no plan passes, on any device."""
