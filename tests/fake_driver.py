@@ -36,7 +36,11 @@ class Launched:
         self.threads = config.blockDimX
         self.shared_bytes = config.sharedMemBytes
         self.stream = config.hStream
-        self.overlaps = bool(config.numAttrs)
+        kinds = FakeDriver.CUlaunchAttributeID
+        attributes = {attribute.id: attribute.value for attribute in config.attrs}
+        self.overlaps = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in attributes
+        cluster = attributes.get(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+        self.cluster = cluster.clusterDim.x if cluster else 1
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
         assert function.struct is not None
         assert address is not None
@@ -51,7 +55,8 @@ class FakeDriver:
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
     )
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
@@ -59,6 +64,7 @@ class FakeDriver:
         self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
+        self.clears: list[tuple[int, int, int, int]] = []
         self.blocks: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.contexts = 0
@@ -76,7 +82,8 @@ class FakeDriver:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
 
     def CUlaunchAttribute(self) -> Any:
-        return types.SimpleNamespace(id=None, value=types.SimpleNamespace())
+        value = types.SimpleNamespace(clusterDim=types.SimpleNamespace())
+        return types.SimpleNamespace(id=None, value=value)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -154,6 +161,10 @@ class FakeDriver:
 
     def _cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> Any:
         self.perform(lambda: ctypes.memset(target, value, count) and None)
+        return (SUCCESS,)
+
+    def _cuMemsetD32Async(self, target: int, value: int, count: int, stream: int) -> Any:
+        self.clears.append((target, value, count, stream))
         return (SUCCESS,)
 
     def _copy(self, target: int, source: int, count: int, stream: int) -> tuple[Any, ...]:

@@ -179,6 +179,7 @@ struct PrefillSm90Args {
   const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
   const float* sinks;  // [Hq]
   void* output;  // [T, Hq, Dv]
+  int32_t* tile_counter;  // 0 at the start; null: tiles are dealt out in a fixed order
   int64_t query_token_stride;  // elements
   int64_t output_token_stride;  // elements
   int32_t num_tokens;  // T
@@ -191,7 +192,7 @@ struct PrefillSm90Args {
   int32_t window;  // -1: all keys
   float softmax_scale;  // positive
   float softcap;  // 0: off
-  int32_t reserved[4];  // up to the alignment of the maps
+  int32_t reserved[2];  // up to the alignment of the maps
 };
 
 }  // namespace paged_trt

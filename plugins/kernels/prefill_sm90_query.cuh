@@ -25,10 +25,11 @@ template <class Element, int head_dim, int group_size>
 struct QueryLoader {
   static constexpr int kChunks = head_dim / 8;
 
-  // Threads 32 to 127 of the block call this. Rows past the tile's end become zero.
-  static __device__ __forceinline__ void load(const PrefillSm90Args& args, unsigned tile,
-                                              int32_t first_token, int32_t num_rows,
-                                              int32_t kv_head, int32_t position) {
+  // Threads 32 to 127 of the block call this, and `finish` after it. Rows past the tile's end
+  // become zero.
+  static __device__ __forceinline__ void start(const PrefillSm90Args& args, unsigned tile,
+                                               int32_t first_token, int32_t num_rows,
+                                               int32_t kv_head) {
     const int thread = thread_here() - 32;
     const Element* source = static_cast<const Element*>(args.query) +
                             int64_t{first_token} * args.query_token_stride +
@@ -42,10 +43,14 @@ struct QueryLoader {
                     row < num_rows);
     }
     commit_copies();
+  }
+
+  static __device__ __forceinline__ void finish(const PrefillSm90Args& args, unsigned tile,
+                                                int32_t num_rows, int32_t position) {
     wait_copies<0>();
     if (args.rope != 0) {
       sync_threads(kLoaderBarrier, kLoaderThreads);  // a thread rotates what others have copied
-      rotate_rows(args, tile, num_rows, position, thread);
+      rotate_rows(args, tile, num_rows, position, thread_here() - 32);
     }
     fence_async_proxy();
   }

@@ -65,9 +65,10 @@ struct TileOrder {
   __device__ __forceinline__ void begin(int64_t token_bytes) {
     int32_t blocks = 0, tiles = 0, tokens = 0;
     for (int32_t sequence = threadIdx.x & 31; sequence < args.num_seqs; sequence += 32) {
+      const int32_t past = args.past_lens[sequence];  // asked for together with the offsets
       const int32_t count = blocks_of(sequence);
       if (count == 0) continue;
-      const int32_t length = args.past_lens[sequence] + tokens_of(sequence);
+      const int32_t length = past + tokens_of(sequence);
       blocks += count;
       tokens += length;
       tiles = max(tiles, (length + key_tokens - 1) / key_tokens);

@@ -197,8 +197,8 @@ class PrefillArgs(ctypes.Structure):
 class PrefillSm90Args(ctypes.Structure):
     """The same on Hopper, where keys and values come by bulk tensor copies.
 
-    `key_map` and `value_map` are tensor maps of the pools; `reserved` fills the struct up to their
-    alignment.
+    `key_map` and `value_map` are tensor maps of the pools; `tile_counter` is 0 at the start, or
+    null for a fixed order of the tiles; `reserved` fills the struct up to the maps' alignment.
     """
 
     _fields_ = (
@@ -211,6 +211,7 @@ class PrefillSm90Args(ctypes.Structure):
         ("rope_cos_sin", Pointer),
         ("sinks", Pointer),
         ("output", Pointer),
+        ("tile_counter", Pointer),
         ("query_token_stride", ctypes.c_int64),
         ("output_token_stride", ctypes.c_int64),
         ("num_tokens", ctypes.c_int32),
@@ -223,7 +224,7 @@ class PrefillSm90Args(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("reserved", ctypes.c_int32 * 4),
+        ("reserved", ctypes.c_int32 * 2),
     )
 
 
@@ -252,12 +253,6 @@ ARGUMENT_STRUCTS: Final = (
     MergeArgs,
     PrefillArgs,
     PrefillSm90Args,
-    )
-
-
-    DecodeSplitArgs,
-    MergeArgs,
-    PrefillArgs,
     SampleArgs,
 )
 

@@ -13,12 +13,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paged_trt.plugins.device import KernelLaunch
+from paged_trt.plugins.device import KernelLaunch, MemoryClear
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.args import PrefillSm90Args
 from paged_trt.plugins.launch.kernels_decode import CallAddresses, fill_arguments
-from paged_trt.plugins.launch.kernels_prefill_sm90 import EncodeMap, refusal, set_pool_maps
+from paged_trt.plugins.launch.kernels_prefill_sm90 import (
+    COUNTER_BYTES,
+    EncodeMap,
+    refusal,
+    set_pool_maps,
+)
 from paged_trt.plugins.launch.loaded import (
     ARGUMENT_STRUCTS,
     KERNELS,
@@ -56,6 +61,7 @@ MOST_PREPARED: Final = 128
 
 Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
+ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
 _ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS))
@@ -121,6 +127,7 @@ class PreparedStep:
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
         encode_map: as `tensor_maps.encode_pool_map`.
+        make_clear: as `MemoryClear`.
 
     Attributes:
         plan: what the planner chose.
@@ -140,6 +147,7 @@ class PreparedStep:
         registry: KernelRegistry = KERNELS,
         make_launch: LaunchMaker = KernelLaunch,
         encode_map: EncodeMap | None = None,
+        make_clear: ClearMaker = MemoryClear,
     ) -> None:
         self.request = request
         self.plan = planner.plan(request).plan
@@ -152,10 +160,14 @@ class PreparedStep:
         self._workspace = decode_workspace(
             self._decode_plan, request.attention, request.step, self.partitions
         )
+        takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
+        self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
         # All are found before one is launched.
         loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
-        self._launches = tuple(kernel.launch for kernel in self._kernels)
+        # The counter first, so that it is clear long before it is needed.
+        clears: list[Launch] = [] if self._counter is None else [self._counter]
+        self._launches = (*clears, *(kernel.launch for kernel in self._kernels))
 
     def bind(self, addresses: CallAddresses) -> None:
         """Write addresses into the argument blocks, for all launches from now on.
@@ -173,14 +185,16 @@ class PreparedStep:
             for name in kernel.fields:
                 setattr(block, name, operands[name])
             if isinstance(block, PrefillSm90Args):
-                self._set_pool_maps(block, operands["key_pool"], operands["value_pool"])
+                self._set_prefill_addresses(block, addresses)
         self.addresses = addresses
 
-    def _set_pool_maps(self, block: PrefillSm90Args, key_pool: int, value_pool: int) -> None:
+    def _set_prefill_addresses(self, block: PrefillSm90Args, addresses: CallAddresses) -> None:
+        if self._counter is not None:
+            block.tile_counter = self._counter.address = addresses.workspace
         set_pool_maps(
             block,
-            key_pool,
-            value_pool,
+            addresses.operands[Operand.KEY_POOL],
+            addresses.operands[Operand.VALUE_POOL],
             request=self.request,
             pool=self._operator.pool,
             encode_map=self._encode_map,
@@ -213,8 +227,7 @@ class PreparedStep:
             blocks=self.partitions,
         )
         if isinstance(block, PrefillSm90Args):
-            operands = self.addresses.operands
-            self._set_pool_maps(block, operands[Operand.KEY_POOL], operands[Operand.VALUE_POOL])
+            self._set_prefill_addresses(block, self.addresses)
         launch = make_launch(
             kernel.function,
             block,

@@ -256,6 +256,7 @@ def fill_arguments(
         **{operand.name.lower(): addresses.operands[operand] for operand in Operand},
         **_scalars(attention, pool, step),
         "output": addresses.output,
+        "tile_counter": 0,
         "query_token_stride": addresses.token_strides[0],
         "key_token_stride": addresses.token_strides[1],
         "value_token_stride": addresses.token_strides[2],

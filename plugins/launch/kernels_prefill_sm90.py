@@ -29,6 +29,11 @@ MOST_PARTITIONS: Final = 8
 PAGES_PER_PARTITION: Final = 2
 """Fewer keys than these are not worth a merge."""
 
+MOST_DEALT: Final = 3
+"""Tiles of a block that are dealt out; more are taken from a counter, which has to be cleared."""
+COUNTER_BYTES: Final = 4
+"""Workspace of a step whose blocks take tiles."""
+
 EncodeMap = Callable[..., bytes]
 
 
@@ -69,7 +74,10 @@ def plan_prefill(request: AttentionPlanRequest) -> PrefillPlan:
     most = min(units // tiles, request.step.table_width // PAGES_PER_PARTITION, MOST_PARTITIONS)
     if most < 2:
         return PrefillPlan(
-            kernel="hopper", reason="sm_90, dims and types covered", blocks=min(tiles, units)
+            kernel="hopper",
+            reason="sm_90, dims and types covered",
+            blocks=min(tiles, units),
+            takes_tiles=tiles > MOST_DEALT * units,
         )
     partitions = 1 << (most.bit_length() - 1)  # clusters of a power of two
     return PrefillPlan(

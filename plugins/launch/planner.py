@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
 from paged_trt.plugins.launch.kernels_decode import decode_candidates
-from paged_trt.plugins.launch.kernels_prefill_sm90 import plan_prefill
+from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
     AttentionPlan,
     Balanced,
@@ -91,7 +91,7 @@ class PolicyPlanner:
         Explicit and tuned plans are about decoding.
         """
         if not request.is_decode:
-            prefill = plan_prefill(request)
+            prefill = self._prefill(request)
             return PlannedAttention(
                 plan=prefill, source=PlanSource.HEURISTIC, reason=prefill.reason
             )
@@ -110,6 +110,12 @@ class PolicyPlanner:
         return PlannedAttention(
             plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_reason(request)
         )
+
+    def _prefill(self, request: AttentionPlanRequest) -> PrefillPlan:
+        plan = plan_prefill(request)
+        # A plan has the workspace of its decode steps, which may be none.
+        has_counter = plan.takes_tiles and self.workspace_bytes(request) >= COUNTER_BYTES
+        return dataclasses.replace(plan, takes_tiles=has_counter)
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
         """Bytes of partial results that no plan passes, on any device."""

@@ -141,12 +141,15 @@ class PrefillPlan:
         reason: why that one.
         blocks: thread blocks of the launch; 0 where the kernel's tile decides.
         partitions: blocks that share the keys of one query tile; 1: none is split.
+        takes_tiles: blocks take the next tile from a counter in the workspace, instead of having
+            them dealt out in advance.
     """
 
     kernel: str
     reason: str
     blocks: int = 0
     partitions: int = 1
+    takes_tiles: bool = False
 
     def __str__(self) -> str:
         split = f", keys split in {self.partitions}" if self.partitions > 1 else ""

@@ -204,8 +204,12 @@ def steps_of(case: Case, options: argparse.Namespace) -> dict[str, PrefillStep]:
     inputs, tensors = device_step(case, options.spread)
     steps: dict[str, PrefillStep] = {}
     for kernel in options.kernels.split(","):
-        kind = PrefillSm90Step if kernel == "hopper" else PrefillStep
-        steps[kernel] = kind(case, inputs, tensors)
+        if kernel == "portable":
+            steps[kernel] = PrefillStep(case, inputs, tensors)
+            continue
+        step = steps[kernel] = PrefillSm90Step(case, inputs, tensors)
+        if kernel != "hopper":
+            step.with_counter(kernel == "counter")
     if options.tiles:
         for tile in OTHER_TILES:
             is_wide = case.attention.value_head_dim > 128
@@ -277,7 +281,11 @@ def bench_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernels", default="hopper,portable")
+    parser.add_argument(
+        "--kernels",
+        default="hopper,portable",
+        help="hopper as planned, with tiles from a `counter` or `dealt` out; portable",
+    )
     parser.add_argument("--cells", default="", help="names, comma-separated; all by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv", default="")

@@ -70,6 +70,11 @@ class PrefillSm90Step(PrefillStep):
     def prefill_plan(self) -> PrefillPlan:
         return self.plan_override or plan_prefill(self.request)
 
+    def with_counter(self, takes_tiles: bool) -> PrefillSm90Step:
+        """This step, its tiles taken from a counter or dealt out."""
+        self.plan_override = dataclasses.replace(self.prefill_plan, takes_tiles=takes_tiles)
+        return self
+
     def prefill_block(self) -> PrefillSm90Args:
         attention = self.case.attention
         address, stride = self.query or (
@@ -88,6 +93,8 @@ class PrefillSm90Step(PrefillStep):
         )
         pools = (operands[Operand.KEY_POOL], operands[Operand.VALUE_POOL])
         set_pool_maps(block, *pools, request=self.request, pool=self.pool)
+        if self.prefill_plan.takes_tiles:
+            block.tile_counter = self.counter.data_ptr()
         return block
 
     @functools.cached_property
@@ -108,10 +115,18 @@ class PrefillSm90Step(PrefillStep):
             label=str(plan),
         )
 
+    @functools.cached_property
+    def counter(self) -> Any:
+        import torch
+
+        return torch.zeros(1, dtype=torch.int32, device="cuda")
+
     def prefill(self) -> None:
         """Launch on torch's current stream."""
         import torch
 
+        if self.prefill_plan.takes_tiles:
+            self.counter.zero_()
         self.launch_prefill(torch.cuda.current_stream().cuda_stream)
 
 

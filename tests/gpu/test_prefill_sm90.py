@@ -87,12 +87,15 @@ def explain(error: Array, allowed: Array) -> str:
     )
 
 
-def check_step(case: Case, inputs: Inputs, partitions: int = 0) -> Array:
+def check_step(
+    case: Case, inputs: Inputs, partitions: int = 0, *, takes_tiles: bool = False
+) -> Array:
     """Output with so many blocks for the keys of a tile, 0: as planned."""
     step = PrefillSm90Step(case, inputs)
     assert refusal(step.request) is None
     if partitions:
-        step.plan_override = with_partitions(step, partitions)
+        plan = with_partitions(step, partitions)
+        step.plan_override = dataclasses.replace(plan, takes_tiles=takes_tiles)
     output = step.run()
     print(step.prefill_plan)  # noqa: T201  # shown where the test fails
     expected, allowed = reference(case, inputs, step)
@@ -106,10 +109,11 @@ def check_step(case: Case, inputs: Inputs, partitions: int = 0) -> Array:
 
 @pytest.mark.parametrize("case", LAYOUT_CASES + GROUPS + FEATURES + EXTREMES, ids=name_of)
 def test_agrees_with_float64(case: Case) -> None:
-    """As planned, which often splits steps as small as these, and with a grid that works on."""
+    """As planned, which often splits such small steps, and by few blocks one after another."""
     inputs = make_inputs(case)
     check_step(case, inputs)
-    check_step(case, inputs, partitions=1)
+    dealt = check_step(case, inputs, partitions=1)
+    assert same_bytes(check_step(case, inputs, partitions=1, takes_tiles=True), dealt)
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 8])
@@ -289,7 +293,8 @@ def test_a_large_step_is_right_and_the_same_every_time() -> None:
         inputs = make_inputs(case)
         step = PrefillSm90Step(case, inputs)
         first = step.run()
-        for _ in range(20):
+        for index in range(20):
+            step = PrefillSm90Step(case, inputs, step.tensors).with_counter(index % 2 == 0)
             step.output.fill_(255)
             step.prefill()
             torch.cuda.synchronize()
