@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+CLUSTER, OVERLAP = 4, 6
+"""Ids of launch attributes."""
 
 
 class Function:
@@ -31,7 +33,11 @@ class Launched:
         self.threads = config.blockDimX
         self.shared_bytes = config.sharedMemBytes
         self.stream = config.hStream
-        self.overlaps = bool(config.numAttrs)
+        attributes = {attribute.id: attribute.value for attribute in config.attrs}
+        assert config.numAttrs == len(attributes)
+        self.overlaps = OVERLAP in attributes
+        dim = attributes[CLUSTER].clusterDim if CLUSTER in attributes else None
+        self.cluster = (dim.x, dim.y, dim.z) if dim else (1, 1, 1)
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
         assert function.struct is not None
         assert address is not None
@@ -46,7 +52,8 @@ class FakeDriver:
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=OVERLAP,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=CLUSTER,
     )
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
@@ -66,7 +73,8 @@ class FakeDriver:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
 
     def CUlaunchAttribute(self) -> Any:
-        return types.SimpleNamespace(id=None, value=types.SimpleNamespace())
+        value = types.SimpleNamespace(clusterDim=types.SimpleNamespace())
+        return types.SimpleNamespace(id=None, value=value)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):

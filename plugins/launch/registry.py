@@ -35,7 +35,7 @@ DECODE_PATHS: Final = (
 
 
 class Feature(enum.Flag):
-    """Features of the op that a decode kernel is compiled for; off, one costs nothing.
+    """Features of the op that a kernel is compiled for; off, one costs nothing.
 
     The values are those of `kernels/decode_config.cuh`.
     """
@@ -58,6 +58,11 @@ class Feature(enum.Flag):
         return found
 
 
+_ALL_FEATURES: Final = Feature.WINDOW | Feature.SOFTCAP | Feature.ROPE
+_FEATURES: Final = {KernelPath.APPEND: Feature.ROPE, **dict.fromkeys(DECODE_PATHS, _ALL_FEATURES)}
+"""Features that each kind of kernel is compiled for; the others read them at run time."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKey:
     """What a kernel is compiled for.
@@ -70,7 +75,7 @@ class KernelKey:
         head_dim: elements of a key head.
         value_head_dim: elements of a value head.
         group_size: query heads that share a key head.
-        features: what a decode kernel does besides; NONE for other kernels.
+        features: what the kernel does besides, of what the layer uses.
     """
 
     path: KernelPath
@@ -94,7 +99,7 @@ class KernelKey:
             head_dim=attention.head_dim,
             value_head_dim=attention.value_head_dim,
             group_size=attention.group_size,
-            features=Feature.of(attention) if path in DECODE_PATHS else Feature.NONE,
+            features=Feature.of(attention) & _FEATURES.get(path, Feature.NONE),
         )
 
     def __str__(self) -> str:
