@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+CLUSTER, OVERLAP = 4, 6
+"""Ids of launch attributes."""
 
 
 class Function:
@@ -36,11 +38,11 @@ class Launched:
         self.threads = config.blockDimX
         self.shared_bytes = config.sharedMemBytes
         self.stream = config.hStream
-        kinds = FakeDriver.CUlaunchAttributeID
         attributes = {attribute.id: attribute.value for attribute in config.attrs}
-        self.overlaps = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in attributes
-        cluster = attributes.get(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-        self.cluster = cluster.clusterDim.x if cluster else 1
+        assert config.numAttrs == len(attributes)
+        self.overlaps = OVERLAP in attributes
+        dim = attributes[CLUSTER].clusterDim if CLUSTER in attributes else None
+        self.cluster = (dim.x, dim.y, dim.z) if dim else (1, 1, 1)
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
         assert function.struct is not None
         assert address is not None
@@ -55,8 +57,8 @@ class FakeDriver:
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=OVERLAP,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=CLUSTER,
     )
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:

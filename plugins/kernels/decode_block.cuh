@@ -16,6 +16,7 @@ struct DecodeShared {
   float maximum[Config::kWarps][Config::kUsedHeads];
   float sum[Config::kWarps][Config::kUsedHeads];
   float sink[Config::kUsedHeads];
+  float value_scale;
 };
 
 // Query heads of one block.
@@ -126,25 +127,30 @@ struct BlockInputs {
   }
 };
 
-// Attends `keys`; afterwards shared memory holds the warps' parts, for merge_warps(). What the
-// block reads of the pool must have been written: the caller has waited for the kernel before.
-template <class Config, class Args>
-__device__ __forceinline__ void attend_keys(DecodeShared<Config>& shared, const Args& args,
-                                            HeadRange heads, int32_t token, int32_t position,
-                                            KeyRange keys, PageCursor pages,
-                                            BlockInputs<Config>& inputs) {
-  using Activation = typename Config::activation_type;
-  const int warp_index = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const PoolView pool = {static_cast<const char*>(args.key_pool),
-                         static_cast<const char*>(args.value_pool), args.num_pages,
-                         args.num_kv_heads, heads.kv_head};
-  DecodeWarp<Config> warp(pool, pages, keys);
+template <class Args>
+__device__ __forceinline__ PoolView pool_view(const Args& args, int32_t kv_head) {
+  return {static_cast<const char*>(args.key_pool), static_cast<const char*>(args.value_pool),
+          args.num_pages, args.num_kv_heads, kv_head};
+}
 
+// Attends the keys that `warp` has started with; afterwards shared memory holds the warps' parts,
+// for merge_warps(). `start_next()` runs as soon as the warp has no more use for its registers.
+template <class Config, class Args, class StartNext>
+__device__ __forceinline__ void attend_started(DecodeShared<Config>& shared, const Args& args,
+                                               HeadRange heads, int32_t token, int32_t position,
+                                               DecodeWarp<Config>& warp,
+                                               BlockInputs<Config>& inputs,
+                                               StartNext start_next) {
+  using Activation = typename Config::activation_type;
+  // For after the keys, so that they take no registers until then.
+  if (threadIdx.x < Config::kUsedHeads) shared.sink[threadIdx.x] = inputs.sink;
+  if (threadIdx.x == 0) shared.value_scale = inputs.value_scale;
   const ScoreScale<Config::kHasSoftcap> scale(args.softmax_scale, inputs.key_scale, args.softcap);
   if constexpr (Config::kShareQuery) {
     const float* angles = args.rope_cos_sin + static_cast<int64_t>(position) * args.rotary_dim;
     inputs.loader.share(shared.query, query_heads<Activation, Config>(args, heads, token),
-                        heads.count, warp_index, lane, angles, args.rope, args.rotary_dim);
+                        heads.count, threadIdx.x >> 5, threadIdx.x & 31, angles, args.rope,
+                        args.rotary_dim);
     __syncthreads();
     warp.take_query(shared.query, scale.before);
   } else {
@@ -153,9 +159,21 @@ __device__ __forceinline__ void attend_keys(DecodeShared<Config>& shared, const 
   }
   warp.run(shared.query, scale);
 
+  start_next();
   share_warp(shared, warp);
-  if (threadIdx.x < Config::kUsedHeads) shared.sink[threadIdx.x] = inputs.sink;
   __syncthreads();
+}
+
+// Attends `keys`. What the block reads of the pool must have been written: the caller has waited
+// for the kernel before.
+template <class Config, class Args>
+__device__ __forceinline__ void attend_keys(DecodeShared<Config>& shared, const Args& args,
+                                            HeadRange heads, int32_t token, int32_t position,
+                                            KeyRange keys, PageCursor pages,
+                                            BlockInputs<Config>& inputs) {
+  DecodeWarp<Config> warp;
+  warp.start(pool_view(args, heads.kv_head), pages, keys);
+  attend_started(shared, args, heads, token, position, warp, inputs, [] {});
 }
 
 // `store(head, element, partial)` receives every vector of the block's heads; `head` counts from
@@ -169,7 +187,8 @@ __device__ __forceinline__ void for_each_vector(const DecodeShared<Config>& shar
   }
 }
 
-// Final vector of a head: sink, normalisation, rounding.
+// Final vector of a head: sink, normalisation, rounding. `scale` is the values', where they have not
+// been multiplied by it.
 template <class Config, class Args>
 __device__ __forceinline__ void store_final(const DecodeShared<Config>& shared, const Args& args,
                                             HeadRange heads, int32_t token, int head, int element,

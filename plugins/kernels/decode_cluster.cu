@@ -14,10 +14,11 @@ constexpr int kMostClusterBlocks = 8;
 template <class Config>
 struct ClusterShared {
   static constexpr int kVectors = Config::kUsedHeads * Config::kValueVectors;
-  // Received from block b: values[b * per_block() + i] of this block's i-th vector.
-  static constexpr int kReceived = kVectors < kMostClusterBlocks ? kMostClusterBlocks : kVectors;
+  // Of a cluster of any size: each block finishes as many vectors as another, or one less.
+  static constexpr int kReceived =
+      (kVectors + kMostClusterBlocks - 1) / kMostClusterBlocks * kMostClusterBlocks;
   DecodeShared<Config> block;
-  alignas(16) float4 values[kReceived + kMostClusterBlocks];
+  alignas(16) float4 values[kReceived];  // [blocks][ClusterPlace::most]
   float2 maximum_and_sum[kMostClusterBlocks][Config::kUsedHeads];
   alignas(8) uint64_t barrier;
 };
@@ -26,12 +27,12 @@ struct ClusterShared {
 
 // This block's place in its cluster, and how many vectors it finishes.
 struct ClusterPlace {
-  int32_t blocks, rank, vectors, most;  // most: vectors of any block
+  int32_t blocks, shift, rank, vectors, most;  // blocks: 1 << shift; most: vectors of any block
 
   __device__ __forceinline__ ClusterPlace(int32_t total)
-      : blocks(cluster_blocks()), rank(blockIdx.x & (blocks - 1)) {
-    most = (total + blocks - 1) / blocks;
-    vectors = (total - rank + blocks - 1) / blocks;
+      : blocks(cluster_blocks()), shift(31 - __clz(blocks)), rank(blockIdx.x & (blocks - 1)) {
+    most = (total + blocks - 1) >> shift;
+    vectors = (total - rank + blocks - 1) >> shift;
   }
 };
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ void send_vectors(ClusterShared<Config>& shared, Head
                                              const ClusterPlace& place) {
   for_each_vector(shared.block, heads, [&](int head, int element, const PartialVector& total) {
     const int vector = head * Config::kValueVectors + element / 4;
-    const int target = vector & (place.blocks - 1), index = vector / place.blocks;
+    const int target = vector & (place.blocks - 1), index = vector >> place.shift;
     send(&shared.values[place.rank * place.most + index], &shared.barrier, target, total.values);
     for (int block = element / 4; block < place.blocks; block += Config::kValueVectors) {
       send(&shared.maximum_and_sum[place.rank][head], &shared.barrier, block,
@@ -55,7 +56,7 @@ __device__ __forceinline__ void merge_vectors(const ClusterShared<Config>& share
                                               int32_t token, const ClusterPlace& place,
                                               float scale) {
   for (int i = threadIdx.x; i < place.vectors; i += Config::kThreads) {
-    const int vector = i * place.blocks + place.rank;
+    const int vector = (i << place.shift) + place.rank;
     const int head = vector / Config::kValueVectors, element = vector % Config::kValueVectors * 4;
     const PartialVector total = merge_shares<kMostClusterBlocks>(
         [&](int s) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void merge_vectors(const ClusterShared<Config>& share
 template <class Config>
 __device__ __forceinline__ void decode_in_cluster(ClusterShared<Config>& shared,
                                                   const DecodeDirectArgs& args) {
-  const int32_t head_block = blockIdx.x / cluster_blocks();
+  const int32_t head_block = blockIdx.x >> (31 - __clz(cluster_blocks()));
   const HeadRange heads = heads_of_block<Config>(blockIdx.y, head_block);
   const ClusterPlace place(heads.count * Config::kValueVectors);
   if (threadIdx.x == 0) {
@@ -97,18 +98,18 @@ __device__ __forceinline__ void decode_in_cluster(ClusterShared<Config>& shared,
   wait_for_cluster();
   send_vectors(shared, heads, place);
   wait_for_bytes(&shared.barrier);
-  merge_vectors(shared, args, heads, token, place, inputs.value_scale);
+  merge_vectors(shared, args, heads, token, place, shared.block.value_scale);
 }
 
 #endif
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
+          int kBlocks, int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
     decode_cluster(const __grid_constant__ DecodeDirectArgs args) {
 #if __CUDA_ARCH__ >= 900
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
-                              kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
+                              kHeadTiles, kFeatures, false>;
   __shared__ ClusterShared<Config> shared;
   allow_next_kernel();
   decode_in_cluster<Config>(shared, args);

@@ -30,19 +30,19 @@ __device__ __forceinline__ void decode_share(CounterShared<Config>& shared,
   const int32_t count = shares.count();
   if (share >= count) return;
   attend_keys(shared.block, args, heads, token, position, shares.share(share), pages, inputs);
-  if (count == 1) return finish_whole(shared.block, args, heads, token, inputs.value_scale);
+  if (count == 1) return finish_whole(shared.block, args, heads, token, shared.block.value_scale);
   const int64_t row = (static_cast<int64_t>(sequence) * args.num_kv_heads + heads.kv_head) *
                           Config::kHeadBlocks + head_block;
   const PartialSlots slots = {row * blocks, row * blocks + 1, 1, count};
-  finish_partial(shared, args, heads, token, head_block, slots, share, inputs.value_scale);
+  finish_partial(shared, args, heads, token, head_block, slots, share, shared.block.value_scale);
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
+          int kBlocks, int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
     decode_counter(const __grid_constant__ DecodeCounterArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
-                              kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
+                              kHeadTiles, kFeatures, false>;
   __shared__ CounterShared<Config> shared;
   allow_next_kernel();
   for (int32_t sequence = blockIdx.z; sequence < args.num_seqs; sequence += gridDim.z) {

@@ -20,16 +20,16 @@ __device__ __forceinline__ void decode_direct_sequence(DecodeShared<Config>& sha
   attend_keys(shared, args, heads, token, position,
               visible_keys(position, args.window, args.table_width), pages, inputs);
   for_each_vector(shared, heads, [&](int head, int element, const PartialVector& total) {
-    store_final(shared, args, heads, token, head, element, total, inputs.value_scale);
+    store_final(shared, args, heads, token, head, element, total, shared.value_scale);
   });
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
+          int kBlocks, int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
     decode_direct(const __grid_constant__ DecodeDirectArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
-                              kFeatures, true>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
+                              kHeadTiles, kFeatures, true>;
   __shared__ DecodeShared<Config> shared;
   allow_next_kernel();
   const HeadRange heads = heads_of_block<Config>(blockIdx.y, blockIdx.x);

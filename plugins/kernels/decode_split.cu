@@ -33,16 +33,16 @@ __device__ __forceinline__ void decode_partition(DecodeShared<Config>& shared,
     const int64_t slot = (static_cast<int64_t>(sequence) * num_q_heads + heads.first + head) *
                              args.num_partitions + partition;
     store_partial<Config>(args.partial_output + slot * Config::kValueDim, args.partial_lse + slot,
-                          element, total, inputs.value_scale);
+                          element, total, shared.value_scale);
   });
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
+          int kBlocks, int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
     decode_split(const __grid_constant__ DecodeSplitArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
-                              kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
+                              kHeadTiles, kFeatures, false>;
   __shared__ DecodeShared<Config> shared;
   allow_next_kernel();
   const HeadRange heads = heads_of_block<Config>(blockIdx.y, blockIdx.x % Config::kHeadBlocks);

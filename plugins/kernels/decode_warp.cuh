@@ -54,25 +54,18 @@ class DecodeWarp {
   float maximum[kHeadTiles][2];
   float sum[kHeadTiles][2];
 
-  __device__ __forceinline__ DecodeWarp(PoolView pool, PageCursor pages, KeyRange keys)
-      : pages_(pages), keys_(keys), num_pages_(pool.num_pages) {
-    const int lane = threadIdx.x & 31;
-    row_ = lane >> 2, column_ = lane & 3;
+  __device__ __forceinline__ DecodeWarp()
+      : row_((threadIdx.x & 31) >> 2), column_(threadIdx.x & 3) {}
+
+  // Loads of the first steps of these keys. It touches no result: those of the keys before may
+  // still be read.
+  __device__ __forceinline__ void start(PoolView pool, PageCursor pages, KeyRange keys) {
+    pages_ = pages, keys_ = keys, num_pages_ = pool.num_pages;
     const uint32_t tiles = pool.num_kv_heads * kTokensPerPage;
     const uint32_t tile = pool.kv_head * kTokensPerPage;
     key_page_bytes_ = tiles * Keys::kRowBytes, value_page_bytes_ = tiles * Values::kRowBytes;
     key_base_ = pool.keys + tile * Keys::kRowBytes + Keys::lane_offset(row_, column_);
     value_base_ = pool.values + tile * Values::kRowBytes + Values::lane_offset(row_, column_);
-#pragma unroll
-    for (int t = 0; t < kHeadTiles; t++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) maximum[t][i] = kNoScore, sum[t][i] = 0.f;
-#pragma unroll
-      for (int p = 0; p < Values::kProducts; p++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) output[p][t][i] = 0.f;
-      }
-    }
     token_ = (keys.first & -Config::kTokens) + (threadIdx.x >> 5) * Config::kTokens;
     next_ = token_;
 #pragma unroll
@@ -117,6 +110,7 @@ class DecodeWarp {
 
   __device__ __forceinline__ void run(const SharedQuery<Config>& query,
                                       const ScoreScale<Config::kHasSoftcap>& scale) {
+    clear();
     while (token_ < keys_.end) {
 #pragma unroll
       for (int i = 0; i < Config::kDepth; i++) {
@@ -136,6 +130,19 @@ class DecodeWarp {
     Values values;
     int32_t end;  // rows of the step that exist; 0 where it has no page
   };
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; t++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) maximum[t][i] = kNoScore, sum[t][i] = 0.f;
+#pragma unroll
+      for (int p = 0; p < Values::kProducts; p++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) output[p][t][i] = 0.f;
+      }
+    }
+  }
+
   struct Place {
     uint32_t page, slot;
     int32_t begin, end;

@@ -52,10 +52,11 @@ struct EvenShares {
     return max((keys.end - start + tokens - 1) / tokens, 1);
   }
 
-  // Keys of a share; none behind the last.
+  // Keys of a share; none behind the last. Its start is a whole step even there, where it lies
+  // behind the last key: what a warp loads begins at a whole step.
   __device__ __forceinline__ KeyRange share(int32_t index) const {
     const int32_t first = start + index * tokens;
-    return {min(max(keys.first, first), keys.end), min(keys.end, first + tokens)};
+    return {max(keys.first, first), min(keys.end, first + tokens)};
   }
 };
 

@@ -45,8 +45,10 @@ from paged_trt.plugins.launch.registry import DECODE_PATHS, SPECIALISED, KernelK
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.workspace import (
     architecture,
+    block_columns,
     decode_workspace,
     has_clusters,
+    multiprocessors,
     plan_blocks,
 )
 from paged_trt.plugins.operands import Operand
@@ -91,6 +93,10 @@ def kernel_paths(
             f"the attention plan {plan} needs sm_90 and the device is {request.arch}; build the "
             f"engine with `--attention-plan counter:{plan.blocks}` or `auto`"
         )
+    columns = request.step.num_seqs * block_columns(request.attention)
+    if isinstance(plan, Direct) and columns <= multiprocessors(request):
+        # One block each and no more blocks: the kernel of large blocks, of which one is enough.
+        return (KernelPath.APPEND, KernelPath.DECODE_COUNTER)
     return (KernelPath.APPEND, *_DECODE_KERNELS[type(plan)])
 
 

@@ -31,13 +31,14 @@ from paged_trt.plugins.launch.plans import (
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.workspace import (
-    BALANCED_WARPS,
+    FULL_WARPS,
     HEADS_PER_TILE,
     block_columns,
     decode_workspace,
     has_clusters,
     head_tiles,
     multiprocessors,
+    resident_blocks,
     visible_pages,
 )
 from paged_trt.plugins.operands import Operand, StepShape
@@ -64,16 +65,18 @@ ARGUMENTS: Final[Mapping[KernelPath, type[ctypes.Structure]]] = {
 """Argument struct of each path."""
 MAX_HEAD_DIM: Final = 256
 HEAD_DIM_STEP: Final = 16
-CHUNK_ELEMENTS: Final = 8
+ITEM_ELEMENTS: Final = 16
 """Elements that a thread of the append kernel moves at once."""
 APPEND_THREADS: Final = 256
 APPEND_BLOCKS: Final = 1024
 """Blocks that fill a device; an append of more tokens gives several to each."""
-APPEND_CHUNKS: Final = 8
-"""Chunks of a thread where a block has several tokens: two batches of loads."""
+APPEND_ITEMS: Final = 4
+"""Items of a thread where a block has several tokens: two batches of loads."""
 MOST_TOKENS_PER_BLOCK: Final = 8
 """A warp of an append block finds the place of one token."""
 MERGE_THREADS: Final = 128
+WIDEST_CLUSTER_KEYS: Final = 128
+"""Queries of two tiles of wider heads, beside what a cluster sends, pass 48 KB of shared memory."""
 GRID_LIMIT: Final = 65535
 """Largest second and third dimension of a grid; the kernels walk over sequences beyond it."""
 
@@ -107,13 +110,15 @@ def kernel_build(key: KernelKey) -> KernelBuild:
     activation, kv = ELEMENT_TYPES[key.activation_dtype], ELEMENT_TYPES[key.kv_cache_dtype]
     dims = f"{key.head_dim}, {key.value_head_dim}"
     if key.path is KernelPath.APPEND:
-        name, threads = f"append<{activation}, {kv}, {dims}>", APPEND_THREADS
-        return _build(key, name, threads)
+        name = f"append<{activation}, {kv}, {dims}, {key.features.value}>"
+        return _build(key, name, APPEND_THREADS)
     if key.path is KernelPath.MERGE:
         return _build(key, f"merge<{activation}, {key.value_head_dim}>", MERGE_THREADS)
     tiles = head_tiles(key.group_size, key.value_head_dim)
-    warps = decode_warps(key.path, tiles, key.value_head_dim)
-    block = f"{key.group_size}, {warps}, {tiles}, {key.features.value}"
+    if key.path is KernelPath.DECODE_CLUSTER and key.head_dim > WIDEST_CLUSTER_KEYS:
+        tiles = 1
+    warps, blocks = decode_block(key, tiles)
+    block = f"{key.group_size}, {warps}, {blocks}, {tiles}, {key.features.value}"
     name = f"{key.path.value}<{activation}, {kv}, {dims}, {block}>"
     return _build(key, name, warps * 32, tiles)
 
@@ -143,17 +148,17 @@ def _check(key: KernelKey) -> None:
             )
 
 
-def decode_warps(path: KernelPath, tiles: int, value_head_dim: int) -> int:
-    """Warps of a decode block.
+def decode_block(key: KernelKey, tiles: int) -> tuple[int, int]:
+    """Warps of a decode block, and blocks that a multiprocessor holds.
 
-    A direct or balanced grid is large: two blocks of four warps on a multiprocessor cover each
-    other's starts and ends. Where blocks share the keys of a sequence, there is about one for each
-    multiprocessor, so the block has all eight warps, as long as their accumulators fit the 48 KB
-    of static shared memory.
+    A direct or balanced grid is large, so a multiprocessor holds several blocks. Where blocks
+    share the keys of a sequence, there is about one for each multiprocessor, so the block has all
+    eight warps, as long as their accumulators fit the 48 KB of static shared memory.
     """
-    if path in {KernelPath.DECODE_DIRECT, KernelPath.DECODE_BALANCED}:
-        return BALANCED_WARPS
-    return 8 if tiles * HEADS_PER_TILE * value_head_dim <= 1024 else 4
+    if key.path in {KernelPath.DECODE_DIRECT, KernelPath.DECODE_BALANCED}:
+        dims = (key.head_dim, key.value_head_dim, key.group_size)
+        return FULL_WARPS, resident_blocks(*dims, kv_itemsize=key.kv_cache_dtype.itemsize)
+    return (8, 1) if tiles * HEADS_PER_TILE * key.value_head_dim <= 1024 else (4, 2)
 
 
 def decode_candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
@@ -196,12 +201,9 @@ def kernel_grid(
     sequences = min(step.num_seqs, GRID_LIMIT)
     if key.path is KernelPath.APPEND:
         rows = tokens_per_append_block(step.num_tokens)
-        chunks = rows * num_kv_heads * (key.head_dim + key.value_head_dim) // CHUNK_ELEMENTS
-        slices = (
-            -(-chunks // (build.threads * APPEND_CHUNKS))
-            if rows > 1
-            else (-(-chunks // build.threads))
-        )
+        items = rows * num_kv_heads * (key.head_dim + key.value_head_dim) // ITEM_ELEMENTS
+        per_block = build.threads * (APPEND_ITEMS if rows > 1 else 1)
+        slices = -(-items // per_block)
         return (-(-step.num_tokens // rows), min(slices, GRID_LIMIT), 1)
     if key.path is KernelPath.MERGE:
         return (num_kv_heads * key.group_size, sequences, 1)

@@ -14,6 +14,7 @@ from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
 from paged_trt.plugins.launch.kernels_decode import decode_candidates
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
+    CLUSTER_BLOCKS,
     AttentionPlan,
     Balanced,
     Cluster,
@@ -48,10 +49,14 @@ BALANCE_TOKENS: Final = 2048
 """Longest sequences from which uneven lengths cost more than a schedule."""
 CLUSTER_TOKENS: Final = 1024
 """Longest sequences for which clusters of eight win: beyond, they leave multiprocessors idle."""
+CLUSTER_SHARES: Final = {2: 2.0, 4: 0.75, 8: 0.5}
+"""Share of the multiprocessors up to which clusters of a size run at once: a cluster needs all of
+its blocks in one group of multiprocessors, and groups are of uneven sizes."""
 MOST_HEURISTIC_BLOCKS: Final = 32
 """Beyond so many partials a merge kernel is faster than one last block."""
-MOST_SLOTS: Final = 4 * MOST_MULTIPROCESSORS
-"""Partials that no heuristic plan passes: two of each block of a balanced decode."""
+MOST_SLOTS: Final = 2 * 3 * MOST_MULTIPROCESSORS
+"""Partials that no heuristic plan passes: two of each of three blocks on every
+multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +167,8 @@ def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
     if columns >= DIRECT_FACTOR * units:
         return Direct()
     blocks = max(2, units // columns)
-    if has_clusters(request.arch) and (blocks < 8 or tokens <= CLUSTER_TOKENS):
-        fitting = [size for size in (2, 4, 8) if size <= blocks and size * SMALLEST_SHARE <= tokens]
-        return Cluster(blocks=fitting[-1]) if fitting else Direct()
+    if cluster := _cluster(request, columns, blocks):
+        return cluster
     if tokens <= DIRECT_TOKENS:
         return Direct()
     blocks = min(blocks, pages)
@@ -173,6 +177,22 @@ def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
     # Whole pages: a partition of that many tokens, rounded up to its last page.
     partition = tokens_in_pages(pages_for_tokens(-(-tokens // blocks)))
     return SplitKv(partition_tokens=partition, threshold_tokens=partition)
+
+
+def _cluster(request: AttentionPlanRequest, columns: int, blocks: int) -> Cluster | None:
+    """The largest cluster that leaves few multiprocessors idle, where clusters win."""
+    tokens = tokens_in_pages(visible_pages(request))
+    if not has_clusters(request.arch) or (blocks >= CLUSTER_BLOCKS[-1] and tokens > CLUSTER_TOKENS):
+        return None
+    units = multiprocessors(request)
+    fitting = [
+        size
+        for size in CLUSTER_BLOCKS
+        if size <= blocks
+        and size * SMALLEST_SHARE <= tokens
+        and size * columns <= CLUSTER_SHARES[size] * units
+    ]
+    return Cluster(blocks=fitting[-1]) if fitting else None
 
 
 def _reason(request: AttentionPlanRequest) -> str:

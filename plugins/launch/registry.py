@@ -41,7 +41,7 @@ DECODE_PATHS: Final = (
 
 
 class Feature(enum.Flag):
-    """Features of the op that a decode kernel is compiled for; off, one costs nothing.
+    """Features of the op that a kernel is compiled for; off, one costs nothing.
 
     The values are those of `kernels/decode_config.cuh`.
     """
@@ -64,6 +64,11 @@ class Feature(enum.Flag):
         return found
 
 
+_ALL_FEATURES: Final = Feature.WINDOW | Feature.SOFTCAP | Feature.ROPE
+_FEATURES: Final = {KernelPath.APPEND: Feature.ROPE, **dict.fromkeys(DECODE_PATHS, _ALL_FEATURES)}
+"""Features that each kind of kernel is compiled for; the others read them at run time."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKey:
     """What a kernel is compiled for.
@@ -78,7 +83,7 @@ class KernelKey:
         group_size: query heads that share a key head.
         has_window: whether a SPECIALISED kernel handles a window; False for others.
         has_softcap: the same for softcap.
-        features: what a decode kernel does besides; NONE for other kernels.
+        features: what the kernel does besides, of what the layer uses.
     """
 
     path: KernelPath
@@ -107,7 +112,7 @@ class KernelKey:
             group_size=attention.group_size,
             has_window=is_specialised and attention.window != FULL_WINDOW,
             has_softcap=is_specialised and attention.softcap > 0,
-            features=Feature.of(attention) if path in DECODE_PATHS else Feature.NONE,
+            features=Feature.of(attention) & _FEATURES.get(path, Feature.NONE),
         )
 
     def __str__(self) -> str:

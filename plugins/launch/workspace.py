@@ -25,9 +25,11 @@ from paged_trt.plugins.operands import StepShape
 
 HEADS_PER_TILE: Final = 8
 """Query heads of one tensor-core tile."""
-RESIDENT_WARPS: Final = 8
-"""Warps of a multiprocessor: with up to 255 registers each, they move more than twelve with 168."""
-BALANCED_WARPS: Final = 4
+FULL_WARPS: Final = 4
+"""Warps of a block where a multiprocessor holds several, which cover each other's starts."""
+LEAN_REGISTERS: Final = 124
+"""Registers of keys, values, queries and accumulators up to which three such blocks fit, of 168
+registers a thread, without a spill."""
 USUAL_MULTIPROCESSORS: Final = 132
 """Of an H100 or H200; taken where the device is not known."""
 MOST_MULTIPROCESSORS: Final = 256
@@ -68,6 +70,22 @@ def has_clusters(arch: str | None) -> bool:
     return architecture(arch) == FIRST_CLUSTER_ARCH
 
 
+def resident_blocks(
+    head_dim: int, value_head_dim: int, group_size: int, *, kv_itemsize: int
+) -> int:
+    """Blocks of FULL_WARPS warps that a multiprocessor holds at once.
+
+    Three, or two with two steps of keys and values in flight, where three have too few registers.
+    """
+    heads = head_tiles(group_size, value_head_dim)
+    row_bytes = max(head_dim, value_head_dim) * kv_itemsize
+    tiles = 4 if row_bytes <= 64 else 2 if row_bytes <= 128 else 1
+    step = tiles * (head_dim + value_head_dim) * kv_itemsize // 8
+    query = head_dim // 8 * heads
+    registers = step + (value_head_dim // 4 + 4 * tiles) * heads + (query if query <= 16 else 0)
+    return 3 if registers <= LEAN_REGISTERS else 2
+
+
 def multiprocessors(request: AttentionPlanRequest) -> int:
     """Multiprocessors that a plan counts on."""
     return min(request.num_multiprocessors or USUAL_MULTIPROCESSORS, MOST_MULTIPROCESSORS)
@@ -100,7 +118,9 @@ def plan_blocks(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
     if isinstance(plan, Cluster | Counter):
         return plan.blocks
     if isinstance(plan, Balanced):
-        return multiprocessors(request) * (RESIDENT_WARPS // BALANCED_WARPS)
+        attention, itemsize = request.attention, request.kv_cache_dtype.itemsize
+        dims = (attention.head_dim, attention.value_head_dim, attention.group_size)
+        return multiprocessors(request) * resident_blocks(*dims, kv_itemsize=itemsize)
     step = request.step
     return split_partitions(plan, table_width=step.table_width, window=request.attention.window)
 

@@ -102,9 +102,11 @@ class DecodeStep:
         tensors: uint8 tensor of each operand.
         output: uint8 tensor, NaN until the step has run.
         is_programmatic: whether kernels may start before the one ahead has ended.
+        has_small_blocks: whether a direct decode takes the kernel of large grids, whatever N is.
     """
 
     is_programmatic = False
+    has_small_blocks = False
 
     def __init__(
         self, case: Case, inputs: Inputs, plan: Plan, pools: Mapping[str, Any] | None = None
@@ -157,6 +159,8 @@ class DecodeStep:
 
     @property
     def attention_paths(self) -> tuple[KernelPath, ...]:
+        if self.has_small_blocks:
+            return (KernelPath.DECODE_DIRECT,)
         # T is not N where the append of a prefill is tested.
         step = StepShape(
             num_tokens=self.step.num_seqs,
