@@ -110,7 +110,8 @@ def test_kernels_get_the_lengths_the_pages_and_the_pools() -> None:
     driver = FakeDriver()
     trial, memory = prepare(driver, RAGGED, Direct(), num_sets=2)
     launches = launched(driver, trial, is_attention)
-    assert [each.name for each in launches] == ["decode_direct"] * 2
+    assert len(launches) == 2
+    assert all(each.name.startswith("decode_") for each in launches)
     for each, table in zip(launches, trial.tables, strict=True):
         args = each.args
         assert (args["key_pool"], args["value_pool"]) == tuple(memory.pools)
@@ -185,8 +186,12 @@ def test_times_are_of_one_call_and_every_call_takes_part() -> None:
 def test_the_tuner_takes_what_the_device_says() -> None:
     """The whole way from launches to a choice: the stand-in's split is faster than its direct."""
     driver = FakeDriver(memory_bytes=1 << 26)
-    costs = {"decode_direct": 50.0, "merge": 2.0}
-    driver.launch_us = lambda launch: costs.get(launch.name, 7.0)
+    # Whichever kernels a plan takes: as many blocks as share the keys, so much faster.
+    driver.launch_us = lambda launch: (
+        2.0
+        if launch.name == "merge"
+        else 40.0 / max(launch.args.get(name, 1) for name in ("num_partitions", "num_blocks"))
+    )
     request = AttentionPlanRequest(
         arch="sm_89",
         attention=ATTENTION,
@@ -203,7 +208,7 @@ def test_the_tuner_takes_what_the_device_says() -> None:
         make_launch=functools.partial(KernelLaunch, driver=driver),
     ) as time_plan:
         tuning = tune_request(request, time_plan)
-    assert tuning.microseconds[Direct()] == 50.0
+    assert tuning.microseconds[Direct()] == 40.0
     assert len(tuning.microseconds) > 2
     assert tuning.chosen != Direct()
     assert tuning.microseconds[tuning.chosen] == min(tuning.microseconds.values()) < 10.0
