@@ -74,7 +74,13 @@ def compile_cubin(
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", options)
-        binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        try:
+            binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        finally:
+            program.close()
+            # The frames of an error would keep it: one that the garbage collector takes apart
+            # prints a traceback of its own (cuda-core 1.2).
+            del program
     except Exception as error:  # cuda.core has no public base class for NVRTC's errors
         raise KernelCompileError(f"NVRTC refused a kernel for {arch}: {error}") from error
     names = {

@@ -191,7 +191,11 @@ class Batch:
         """
         copies: PageCopies = []
         # In most decode steps nobody comes to the end of a page.
-        needy = [segment for segment in plan.segments if segment.end > segment.sequence.room]
+        needy = [
+            each
+            for each in plan.segments
+            if each.sequence.past_len + each.num_tokens > each.sequence.room
+        ]
         if needy:
             self._require_free(needy)
         for segment in needy:

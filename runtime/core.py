@@ -14,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import (
-    ExecutionError,
     PagedTrtError,
-    PagesExhausted,
     SequenceError,
     UnsupportedError,
 )
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
 from paged_trt.runtime.sampler import with_seed
@@ -105,6 +104,14 @@ class EngineCore:
         self._waiting = WaitingLine(max_waiting)
         self._ids = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
+        self._planner = StepPlanner(
+            self.batch,
+            self._waiting,
+            self._scheduler,
+            counts=self._counts,
+            fail=self._fail,
+            fail_step=self._fail_step,
+        )
         self._is_closed = False
 
     def submit(
@@ -214,9 +221,7 @@ class EngineCore:
         with self._lock:
             self.require_open()
             self._take_orders()
-            self._admit()
-            self._reuse_more()
-            found = self._next_plan()
+            found = self._planner.next()
             if found is None:
                 return bool(self._waiting)
             if meanwhile is not None:
@@ -271,62 +276,6 @@ class EngineCore:
             self._counts["cancelled"] += waited or sequence.slot >= 0
             self.batch.drop(sequence)
 
-    def _admit(self) -> None:
-        """Give slots and pages to waiting sequences, the first one first: none is overtaken."""
-        while self.batch.has_free_slot and (sequence := self._waiting.first) is not None:
-            is_new = sequence.num_cached is None
-            try:
-                self.batch.admit(sequence)
-            except PagesExhausted as error:
-                if len(self.batch):
-                    return
-                self._fail(sequence, error)
-                continue
-            except Exception as error:
-                self._fail(sequence, _named(error))
-                continue
-            self._waiting.remove(sequence)
-            if is_new:
-                self._counts["prompt_tokens"] += sequence.prompt_len
-                self._counts["cached_tokens"] += sequence.num_cached or 0
-
-    def _reuse_more(self) -> None:
-        """Spare the prompts what another one has run since they were admitted."""
-        for sequence in self.batch:
-            reused = 0 if sequence.decodes else self.batch.reuse_more(sequence)
-            # What is run again after a preemption is no prompt.
-            if reused and not sequence.num_new_tokens:
-                before = sequence.num_cached or 0
-                sequence.num_cached = min(before + reused, sequence.prompt_len)
-                self._counts["cached_tokens"] += sequence.num_cached - before
-
-    def _next_plan(self) -> tuple[StepPlan, PageCopies] | None:
-        """A step whose sequences have all the pages that they need."""
-        while (plan := self._scheduler.plan(self.batch)) is not None:
-            try:
-                return plan, self.batch.grow(plan)
-            except PagesExhausted as error:
-                self._make_room(error)
-            except BaseException as error:
-                self._fail_step(plan, error)
-        return None
-
-    def _make_room(self, error: PagesExhausted) -> None:
-        """Take the pages of the youngest sequence; it is run again later, from its tokens."""
-        youngest = max(self.batch, key=lambda each: each.sequence_id)
-        if len(self.batch) == 1:
-            self._fail(youngest, error)
-            return
-        _LOG.info(
-            "sequence %d waits again: %s",
-            youngest.sequence_id,
-            error,
-            extra={"event": "preempted", "sequence_id": youngest.sequence_id},
-        )
-        self.batch.drop(youngest)
-        self._waiting.put_first(youngest)
-        self._counts["preemptions"] += 1
-
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
         try:
             sampled = self._runner.run(plan, copies)
@@ -365,7 +314,7 @@ class EngineCore:
             BaseException: `error`, where it is no Exception.
         """
         self._counts["failed_steps"] += 1
-        named = _named(error)
+        named = named_error(error)
         _LOG.error(
             "a step of %d sequences failed: %s",
             len(plan.segments),
@@ -390,12 +339,3 @@ class EngineCore:
                 num_cached_tokens=sequence.num_cached or 0,
             )
         )
-
-
-def _named(error: BaseException) -> PagedTrtError:
-    """The error as one that this project raises; another one is its cause."""
-    if isinstance(error, PagedTrtError):
-        return error
-    named = ExecutionError(f"a step failed: {type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named

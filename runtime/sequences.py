@@ -141,7 +141,7 @@ class LiveSequence:
     @property
     def decodes(self) -> bool:
         """Whether all that is left is its newest token; else it prefills."""
-        return self.num_left == 1 and self.num_tokens > self.prompt_len
+        return self.num_tokens - self.past_len == 1 and self.num_tokens > self.prompt_len
 
     def next_ids(self, count: int) -> npt.NDArray[np.int64]:
         """The `count` token ids that the next step appends, `[count]` int64."""

@@ -59,7 +59,9 @@ class StepBuilder:
             KvPoolError: a row of the table is too short or names a page outside the pool.
             SequenceError: the step has more tokens than the engine takes.
         """
-        num_seqs, num_rows, width = self._shape(plan)
+        past = [segment.sequence.past_len for segment in plan.segments]
+        ends = [start + each.num_tokens for start, each in zip(past, plan.segments, strict=True)]
+        num_seqs, num_rows, width = self._shape(sum(ends) - sum(past), ends)
         fill = self._fill_ragged if plan.is_prefill else self._fill_decode
         token = fill(plan.segments)
         self._past_lens[num_seqs:num_rows] = 0
@@ -68,7 +70,7 @@ class StepBuilder:
         num_tokens = max(token, num_rows + 1) if plan.is_prefill else num_rows
         self._input_ids[token:num_tokens] = 0
         self._position_ids[token:num_tokens] = 0
-        self._gather(plan, table, num_rows=num_rows, width=width)
+        self._gather(plan, table, ends, num_rows=num_rows, width=width)
         return StepInputs(
             input_ids=self._input_ids[:num_tokens],
             position_ids=self._position_ids[:num_tokens],
@@ -101,21 +103,22 @@ class StepBuilder:
         self._offsets[: count + 1] = self._counting[: count + 1]
         return count
 
-    def _shape(self, plan: StepPlan) -> tuple[int, int, int]:
+    def _shape(self, num_tokens: int, ends: list[int]) -> tuple[int, int, int]:
         """Sequences, sequence rows N and table width M of a step."""
-        num_seqs = len(plan.segments)
-        num_tokens = sum(segment.num_tokens for segment in plan.segments)
+        num_seqs = len(ends)
         if num_tokens > self._spec.max_token_rows:
             raise SequenceError(
                 f"a step of {num_tokens} tokens does not fit the engine's "
                 f"{self._spec.max_token_rows} token rows; prefill in smaller chunks"
             )
-        pages = pages_for_tokens(max(segment.end for segment in plan.segments))
+        pages = pages_for_tokens(max(ends))
         num_rows = self._row_buckets[bisect.bisect_left(self._row_buckets, num_seqs)]
         width = self._width_buckets[bisect.bisect_left(self._width_buckets, pages)]
         return num_seqs, num_rows, width
 
-    def _gather(self, plan: StepPlan, table: PageTable, *, num_rows: int, width: int) -> None:
+    def _gather(
+        self, plan: StepPlan, table: PageTable, ends: list[int], *, num_rows: int, width: int
+    ) -> None:
         """Copy the rows of the step, once they are known to hold its tokens."""
         slots = tuple(segment.sequence.slot for segment in plan.segments)
         dirty, key = table.take_dirty(), (num_rows, width, slots)
@@ -133,8 +136,8 @@ class StepBuilder:
             table.gather(slots, view[: len(slots)])
             view[len(slots) :] = UNUSED_PAGE_ENTRY
             self._rooms = [table.capacity(slot) for slot in slots]
-        rows = zip(plan.segments, self._rooms, strict=True)
-        _check_rows([segment for segment, room in rows if segment.end > room], table, self._window)
+        short = [row for row, room in enumerate(self._rooms) if ends[row] > room]
+        _check_rows([plan.segments[row] for row in short], table, self._window)
         self._table_key = key
 
 

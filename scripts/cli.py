@@ -137,8 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     except PagedTrtError as error:
-        cause = error.__cause__
-        return fail(str(error), error.exit_code, error.code, output, cause=cause)
+        return fail(str(error), error.exit_code, error.code, output, cause=error.__cause__)
     except OSError as error:
         return fail(str(error), EXIT_INPUT_OUTPUT, INPUT_OUTPUT_CODE, output)
     except MemoryError:

@@ -145,7 +145,7 @@ def write_figure(path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "paged-trt", "font.size": 9}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "paged-trt", "font.size": 9}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(10, 6))
         axes = figure.add_axes((0, 0, 1, 1))

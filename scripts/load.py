@@ -88,7 +88,7 @@ async def put_load(session: AsyncSession, arrivals: Sequence[Arrival]) -> Load:
         arrivals: the traffic.
 
     Raises:
-        ExecutionError: no request got a token.
+        ExecutionError: no request got all its tokens.
     """
     times = [RequestTimes(arrival.seconds) for arrival in arrivals]
     clock = _PageClock(session)
@@ -99,8 +99,8 @@ async def put_load(session: AsyncSession, arrivals: Sequence[Arrival]) -> Load:
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
-    if not any(each.tokens for each in times):
-        raise ExecutionError(f"no request got a token; the first one: {times[0].error}")
+    if not any(each.is_complete for each in times):
+        raise ExecutionError(f"no request got all its tokens; the first one: {times[0].error}")
     return Load(requests=times, pages=clock.pages, stats=session.stats())
 
 

@@ -29,9 +29,9 @@ def kernel_table(files: list[tuple[str, Results]], *, pictures: Path) -> str:
     lost = [row for row in results.rows if row.get("ratio_to_best_peer", 0.0) > 1.0]
     if lost:
         words = "; ".join(
-            f"{shape_of(row)} (x{row['ratio_to_best_peer']:.2f}, {_best(row)[0]})" for row in lost
+            f"{shape_of(row)} ({row['ratio_to_best_peer']:.3f}, {_best(row)[0]})" for row in lost
         )
-        lines += [f"Another library is faster in {len(lost)}: {words}.", ""]
+        lines += [f"Another library is faster in {len(lost)} (ours / other): {words}.", ""]
     picture = Path(name).with_suffix(".png").name
     if (pictures / picture).is_file():
         lines += [

@@ -15,6 +15,8 @@ from paged_trt.plugins.errors import ConfigError
 DATA: Final = Path(__file__).with_name("traffic_azure_2023.json")
 SERVICES: Final = ("conv", "code")
 """Services of the trace: a chat, and code completion."""
+MIN_ANSWER: Final = 2
+"""Tokens of the shortest answer: one alone has no time to the next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def make_traffic(options: TrafficOptions, limits: Limits) -> Traffic:
     Raises:
         ConfigError: the shared prefix leaves no room for a token of its own.
     """
-    longest = min(limits.max_input_len, limits.max_kv_cache_capacity - 1)
+    longest = min(limits.max_input_len, limits.max_kv_cache_capacity - MIN_ANSWER)
     if options.shared_prefix_tokens >= longest:
         raise ConfigError(
             f"a shared prefix of {options.shared_prefix_tokens} tokens leaves no room in prompts "
@@ -125,7 +127,7 @@ def make_traffic(options: TrafficOptions, limits: Limits) -> Traffic:
     generator = np.random.default_rng(options.seed)
     arrivals = np.cumsum(generator.exponential(1 / options.rate, options.num_requests))
     prompts = _lengths(generator, options, "prompt_tokens")
-    answers = _lengths(generator, options, "new_tokens")
+    answers = np.maximum(_lengths(generator, options, "new_tokens"), MIN_ANSWER)
     shared = generator.integers(limits.vocab_size, size=options.shared_prefix_tokens).tolist()
     cut_prompts = np.clip(prompts, len(shared) + 1, longest)
     cut_answers = np.minimum(answers, limits.max_kv_cache_capacity - cut_prompts)

@@ -97,12 +97,12 @@ def command(
         bench.show = lambda line: click.echo(line, err=True)
         if peers:
             bench.peers = find_peers(bench.ours.stream, Path(folder))
-        versions = versions_of(bench.peers)
         compiling.result()
         for each, found in cells.items():
             rows, note = bench.run(found, limit_s=limit_s)
             results = results_of(
-                each, rows, target=target, ceilings=bench.ceilings, peers=versions,
+                each, rows, target=target, ceilings=bench.ceilings,
+                peers=versions_of(bench.peers, each),
                 note=note, tree=tree,
             )  # fmt: skip
             if output is not None and rows:

@@ -18,6 +18,7 @@ from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.executor import Executor
 from paged_trt.scripts.load import Load, put_load
+from paged_trt.scripts.load_plot import plot_loads
 from paged_trt.scripts.machine import gpu_and_driver
 from paged_trt.scripts.results import Results, commit
 from paged_trt.scripts.traffic import (
@@ -127,9 +128,10 @@ def command(
         {**common, "rate": rate, **_row(each, load)}
         for rate, each, load in zip(rates, traffic, loads, strict=True)
     ]
+    results = _results(manifest, engine, rows, device=device)
+    results.write(output)
     if plot is not None:
-        _plot(dict(zip(rates, loads, strict=True)), plot, f"{manifest.source.name}, {trace}")
-    _results(manifest, engine, rows, device=device).write(output)
+        plot_loads(results, plot)
     for row in rows:
         click.echo(
             f"{row['rate']:g} requests/s: {row['tokens_per_s']:.1f} tokens/s, first token "
@@ -179,6 +181,7 @@ def _row(traffic: Traffic, load: Load) -> dict[str, Any]:
         "tokens_per_s": load.num_tokens / load.seconds,
         **_spread("first_token_ms", [request.first_token for request in done]),
         **_spread("inter_token_ms", [gap for each in done for gap in each.between_tokens]),
+        "pages_in_use": [list(each) for each in load.pages[:: len(load.pages) // 200 + 1]],
         "pages_in_use_max": max(count for _, count in load.pages),
         "pages_in_use_mean": load.mean_pages,
         "prefix_hit_rate": stats.cached_tokens / max(stats.prompt_tokens, 1),
@@ -189,11 +192,12 @@ def _row(traffic: Traffic, load: Load) -> dict[str, Any]:
     }
 
 
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Median, 90th and 99th percentile in milliseconds; None where there is nothing."""
+def _spread(name: str, seconds: Sequence[float]) -> dict[str, Any]:
+    """Median, 90th and 99th percentile in milliseconds, and all 101."""
+    percentiles = (1e3 * np.percentile(seconds, range(101))).tolist()
     return {
-        name + suffix: 1e3 * float(np.percentile(seconds, at)) if len(seconds) else None
-        for suffix, at in _PERCENTILES.items()
+        **{name + suffix: percentiles[at] for suffix, at in _PERCENTILES.items()},
+        f"{name}_percentiles": percentiles,
     }
 
 
@@ -212,9 +216,3 @@ def _results(
         method=METHOD.format(source=trace_source()),
         rows=rows,
     )
-
-
-def _plot(loads: dict[float, Load], path: Path, title: str) -> None:
-    from paged_trt.scripts.load_plot import plot_loads
-
-    plot_loads(loads, path, title=title)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.scripts.kernel_bench.cells import Family
 from paged_trt.scripts.kernel_bench.cudnn import cudnn_peers
 from paged_trt.scripts.kernel_bench.flash_attention import flash_attention_peers
 from paged_trt.scripts.kernel_bench.flashinfer import flashinfer_peers
@@ -51,6 +52,6 @@ def find_peers(stream: int, folder: Path) -> list[Peer]:
     return found
 
 
-def versions_of(peers: list[Peer]) -> dict[str, str]:
-    """Version of each library, by the name that its times have."""
-    return {peer.name: peer.version for peer in peers}
+def versions_of(peers: list[Peer], family: Family) -> dict[str, str]:
+    """Version of each library that takes part in a family, by the name that its times have."""
+    return {peer.name: peer.version for peer in peers if family in peer.families}

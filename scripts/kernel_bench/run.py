@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -21,6 +22,7 @@ from paged_trt.scripts.kernel_bench.peers import (
 )
 
 Row = dict[str, Any]
+_FOLDERS: Final = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")
 MOST_FAILURES: Final = 3
 """A library that fails so often in one group of cells is not tried in the rest of it."""
 MOST_CHECKED: Final = 2**18
@@ -229,4 +231,6 @@ def _kind(name: str, cell: Cell) -> tuple[Any, ...]:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:240]
+    """One line, without the folders of whoever compiled a library."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _FOLDERS.sub("", text)[:240]

@@ -196,6 +196,8 @@ async def _events(answer: Answer, items: _Items, *, includes_usage: bool) -> Asy
         async for item in items:
             if isinstance(item, Piece):
                 yield _event(answer.chunk(item))
+                # Many pieces may wait: between them the loop must see that the client is gone.
+                await asyncio.sleep(0)
                 if item.finish_reason is not None and includes_usage:
                     yield _event(answer.usage_chunk(item))
     except ApiError as error:

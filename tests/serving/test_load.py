@@ -16,7 +16,9 @@ from paged_trt.plugins.errors import ConfigError, ExecutionError
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.scripts.bench.serve import command
 from paged_trt.scripts.load import put_load
-from paged_trt.scripts.readme import serve_table
+from paged_trt.scripts.load_plot import main as draw
+from paged_trt.scripts.load_plot import plot_loads
+from paged_trt.scripts.readme import RESULTS, serve_table
 from paged_trt.scripts.results import read_results
 from paged_trt.scripts.traffic import Limits, TrafficOptions, make_traffic
 
@@ -122,7 +124,7 @@ def test_an_engine_that_fails_always_is_no_measurement() -> None:
         executor.failure = ExecutionError("the device is gone")
         session = AsyncSession(executor)
         try:
-            with pytest.raises(ExecutionError, match=r"no request got a token.*device is gone"):
+            with pytest.raises(ExecutionError, match=r"no request got all.*device is gone"):
                 await put_load(session, traffic.arrivals)
         finally:
             await session.aclose()
@@ -158,6 +160,8 @@ def test_the_command_writes_a_results_file(engine_dir: Path, tmp_path: Path) -> 
         # Each prompt but the first finds the page that all begin with.
         assert row["prefix_hit_rate"] == pytest.approx(7 * 128 / row["prompt_tokens"])
         assert 0 < row["pages_in_use_max"] <= row["num_pages"]
+        assert len(row["inter_token_ms_percentiles"]) == 101
+        assert 0 < len(row["pages_in_use"]) <= 201
     table = serve_table([("results.json", results)])
     assert len(table.splitlines()) == 4
     assert "0 of 8" in table
@@ -171,3 +175,12 @@ def test_the_command_draws_a_picture(engine_dir: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [str(engine_dir), *words, *outputs])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    again = CliRunner().invoke(draw, [str(tmp_path / "results.json"), str(tmp_path / "again.png")])
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "load.png").read_bytes()
+
+
+def test_results_of_another_kind_are_not_drawn() -> None:
+    other = read_results(RESULTS / "rewrite-8gb.json")
+    with pytest.raises(ConfigError, match="of kind `rewrite`"):
+        plot_loads(other, Path("load.png"))

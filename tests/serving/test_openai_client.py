@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,16 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
     pytest.importorskip(name, reason=f"{name} of the extra `serve` or the group `test` is missing")
 
 import openai
-from serving.toy_server import MODEL, ToyServer, pages_are_free, wait_until, write_toy_engine
+from serving.toy_server import (
+    MODEL,
+    ToyServer,
+    greedy_texts,
+    pages_are_free,
+    wait_until,
+    write_toy_engine,
+)
 
 from paged_trt.runtime.engine import load_engine
-from paged_trt.runtime.session import Session
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.server.service import LocalService
 
@@ -46,14 +52,6 @@ def server(engine_dir: Path) -> Iterator[ToyServer]:
 @pytest.fixture(scope="module")
 def client(server: ToyServer) -> openai.OpenAI:
     return server.client()
-
-
-def greedy_texts(engine_dir: Path, prompts: Sequence[str], count: int) -> list[str]:
-    """What a plain session generates for each prompt alone."""
-    tokenizer = Tokenizer(engine_dir)
-    with Session(load_engine(engine_dir, "reference")) as session:
-        found = [session.generate([tokenizer.encode(prompt)], count)[0] for prompt in prompts]
-    return [tokenizer.decode(generation.tokens) for generation in found]
 
 
 def greedy_text(engine_dir: Path, prompt: str, count: int) -> str:
@@ -122,10 +120,9 @@ def test_a_streamed_conversation_gives_the_same_text(client: openai.OpenAI) -> N
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
 
 
-def test_without_a_limit_a_conversation_fills_the_engine(
-    client: openai.OpenAI, engine_dir: Path
-) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+def test_without_a_limit_a_conversation_fills_the_engine(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "a" * 360}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     assert answer.usage is not None
     assert answer.usage.total_tokens == 512
     assert answer.choices[0].finish_reason == "length"

@@ -21,7 +21,7 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
 
 import httpx2
 import openai
-from serving.toy_server import MODEL, write_toy_engine
+from serving.toy_server import MODEL, greedy_texts, write_toy_engine
 
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.server.listen import check_reach, read_key
@@ -76,13 +76,16 @@ def test_a_signal_lets_open_requests_end(
         serving(engine_dir, f"--drain-seconds={drain}") as (process, url),
         client_of(url) as client,
     ):
-        whole = client.completions.create(**ASK, max_tokens=300).choices[0].text
-        stream = client.completions.create(**ASK, max_tokens=300, stream=True)
+        # What is not waited for must be long enough not to end by itself.
+        ask = {**ASK, "max_tokens": 80 if drain else 480}
+        stream = client.completions.create(**ask, stream=True)
         text = next(iter(stream)).choices[0].text
         process.send_signal(number)
         if drain:
-            text += "".join(chunk.choices[0].text for chunk in stream)
-            assert text == whole
+            chunks = list(stream)
+            text += "".join(chunk.choices[0].text for chunk in chunks)
+            assert text == greedy_texts(engine_dir, [ask["prompt"]], 80)[0]
+            assert chunks[-1].choices[0].finish_reason == "length"
         else:
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from session.history_executor import HistoryExecutor
 from session.paged_toy import make_spec
 
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.session import Session
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import TOY, write_toy
@@ -136,3 +138,11 @@ def wait_until(condition: Any, seconds: float = 30) -> None:
 def pages_are_free(service: LocalService) -> bool:
     stats = service.session.stats()
     return stats.pages_in_use == 0 and stats.sequences == 0
+
+
+def greedy_texts(engine_dir: Path, prompts: Sequence[str], count: int) -> list[str]:
+    """What a plain session generates for each prompt alone."""
+    tokenizer = Tokenizer(engine_dir)
+    with Session(load_engine(engine_dir, "reference")) as session:
+        found = [session.generate([tokenizer.encode(prompt)], count)[0] for prompt in prompts]
+    return [tokenizer.decode(generation.tokens) for generation in found]

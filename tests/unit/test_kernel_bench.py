@@ -202,13 +202,13 @@ def test_a_library_that_computes_something_else_has_no_time() -> None:
 
 
 def test_a_library_that_keeps_failing_is_left_out_and_one_that_declines_is_not() -> None:
-    failing = FakePeer("failing", 1.0, RuntimeError("no kernel\nimage"))
+    failing = FakePeer("failing", 1.0, RuntimeError("no kernel\nimage at /home/a_b/c.d/e.cu:3 a/b"))
     declining = FakePeer("declining", 1.0, PeerError("no float8"))
     cells = cells_of(Family.DECODE, quick=False)[: MOST_FAILURES + 2]
     rows, _ = make_bench(failing, declining).run(cells)
     assert failing.prepared == MOST_FAILURES
     assert declining.prepared == len(cells)
-    assert rows[0]["errors"] == {"failing": "RuntimeError: no kernel image"}
+    assert rows[0]["errors"] == {"failing": "RuntimeError: no kernel image at e.cu:3 a/b"}
     assert all("ratio_to_best_peer" not in row for row in rows)
 
 
@@ -375,7 +375,7 @@ def test_the_readme_says_where_another_library_wins(tmp_path: Path) -> None:
     results.write(path)
     text = render("<!-- results: decode -->\nold\n<!-- end -->\n", tmp_path)
     assert f"as fast, in {len(rows) - 1} of {len(rows)} cells" in text
-    assert "faster in 1: 32/8, 1 x 1024 (x1.50, fast)" in text
+    assert "faster in 1 (ours / other): 32/8, 1 x 1024 (1.500, fast)" in text
     assert "| **1.50** |" in text
     assert "- cuDNN: too large (32/8, 8 x 4096)" in text
     assert "old" not in text
