@@ -35,10 +35,10 @@ _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 )
 @click.option(
     "--max-waiting",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=1),
     default=1024,
     show_default=True,
-    help="Requests that may wait for a slot; one more gets status 429.",
+    help="Requests that may wait for a step to take them; one more gets status 429.",
 )
 @click.option(
     "--max-body-bytes",

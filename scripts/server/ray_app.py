@@ -70,7 +70,7 @@ class RaySettings(pydantic.BaseModel):
     prefix_aware: bool = True
     api_key_file: Path | None = None
     api_key_env: str | None = None
-    max_waiting: int = pydantic.Field(default=DEFAULT_MAX_WAITING, ge=0)
+    max_waiting: int = pydantic.Field(default=DEFAULT_MAX_WAITING, ge=1)
     max_body_bytes: int = pydantic.Field(default=DEFAULT_MAX_BODY_BYTES, ge=1)
     template_seconds: float = pydantic.Field(default=DEFAULT_SECONDS, gt=0)
     drain_seconds: float = pydantic.Field(default=30.0, ge=0)

@@ -74,7 +74,7 @@ class LocalService:
         executor: runs the model; `aclose` closes it.
         tokenizer: of the engine's directory.
         model_name: name that requests give.
-        max_waiting: requests that may wait for a slot.
+        max_waiting: requests that may wait for a step to take them; at least 1.
         template_seconds: time that the chat template may take for one conversation.
 
     Raises:

@@ -24,14 +24,16 @@ class StopStrings:
             is_last: no other piece comes, so nothing is held back.
 
         Returns:
-            The text that is certain now, and whether a stop string ended it: it and all that
-            follows are left out.
+            The text that is certain now, and whether a stop string ended it: the first one that
+            is complete, which is left out with all that follows.
         """
         held = self._held + text
-        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        places = ((held.find(stop), stop) for stop in self._stops)
+        # The one that ends first, as if the text had come character by character.
+        found = [(at + len(stop), at) for at, stop in places if at >= 0]
         if found:
             self._held = ""
-            return held[: min(found)], True
+            return held[: min(found)[1]], True
         certain = len(held) if is_last else len(held) - self._beginning(held)
         self._held = held[certain:]
         return held[:certain], False

@@ -130,6 +130,7 @@ def test_the_key_comes_from_a_variable_that_the_user_names(engine_dir: Path) -> 
         (["--api-key-file=/nonexistent"], "/nonexistent"),
         (["--api-key-file=/nonexistent", "--api-key-env=A"], "exclude each other"),
         (["--drain-seconds=-1"], "drain-seconds"),
+        (["--max-waiting=0"], "max-waiting"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_engine_is_loaded(
