@@ -25,6 +25,7 @@ from paged_trt.plugins.errors import (
 
 COMPILE_STANDARD: Final = "c++17"
 """The only compiler option besides the architecture and the include path."""
+_DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 _INSTALL: Final = 'install it with `pip install "paged-trt[cuda]"`'
 
 
@@ -179,6 +180,40 @@ def multiprocessors(ordinal: int | None = None) -> int:
     return _device(ordinal)[1]
 
 
+def device_name(ordinal: int | None = None) -> str:
+    """Name of a device, such as `NVIDIA H200`.
+
+    Args:
+        ordinal: as in `device_arch`.
+
+    Raises:
+        UnsupportedError: there is no driver or no such device.
+    """
+    module = driver()
+    ordinal = _current(module) if ordinal is None else ordinal
+    _attributes(ordinal)
+    device = check(module.cuDeviceGet(ordinal), "cuDeviceGet")
+    name = check(module.cuDeviceGetName(256, device), "cuDeviceGetName")
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return text.partition("\0")[0]
+
+
+def driver_version() -> str:
+    """Version of CUDA that the driver serves, and its own where the system tells.
+
+    Raises:
+        UnsupportedError: there is no driver.
+    """
+    number = int(check(driver().cuDriverGetVersion(), "cuDriverGetVersion"))
+    served = f"CUDA {number // 1000}.{number % 1000 // 10}"
+    try:
+        text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return served
+    found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
+    return f"{found[0]}, {served}" if found else served
+
+
 def driver_available() -> bool:
     """Whether a CUDA device can be used."""
     try:
@@ -190,11 +225,13 @@ def driver_available() -> bool:
 
 def _device(ordinal: int | None) -> tuple[str, int]:
     module = driver()
-    if ordinal is None:
-        error, current = module.cuCtxGetDevice()
-        # No current context: CUDA's runtime would take the first device.
-        ordinal = 0 if int(error) else int(current)
-    return _attributes(ordinal)
+    return _attributes(_current(module) if ordinal is None else ordinal)
+
+
+def _current(module: Any) -> int:
+    error, current = module.cuCtxGetDevice()
+    # No current context: CUDA's runtime would take the first device.
+    return 0 if int(error) else int(current)
 
 
 @functools.cache

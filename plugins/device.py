@@ -259,6 +259,7 @@ class KernelLaunch:
         shared_bytes: dynamic shared memory of a block.
         overlaps: start while the kernel ahead on the stream is ending (programmatic dependent
             launch); the kernel waits for it before it reads what that one wrote.
+        cluster: blocks of a thread block cluster, along x; 1: none.
         driver: module of driver calls.
         label: the kernel, for messages.
     """
@@ -275,6 +276,7 @@ class KernelLaunch:
         shared_bytes: int,
         overlaps: bool,
         label: str,
+        cluster: int = 1,
         driver: Any = None,
     ) -> None:
         module = cuda.driver() if driver is None else driver
@@ -287,13 +289,9 @@ class KernelLaunch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        if overlaps:
-            attribute = module.CUlaunchAttribute()
-            kind = module.CUlaunchAttributeID
-            attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+        attributes = launch_attributes(module, overlaps=overlaps, cluster=cluster)
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         self._arguments = (config, function, ctypes.addressof(self._parameters), 0)
         self._stream: int | None = None
 
@@ -309,6 +307,51 @@ class KernelLaunch:
         error = self._call(*self._arguments)[0]
         if error:
             raise KernelLaunchError(f"{self._label} did not launch: {_name(error)}")
+
+
+class MemoryClear:
+    """Sets words of device memory to zero: a call is one driver call.
+
+    Args:
+        num_bytes: a multiple of 4.
+        driver: module of driver calls.
+
+    Attributes:
+        address: of the memory; a multiple of 4.
+    """
+
+    def __init__(self, num_bytes: int, driver: Any = None) -> None:
+        self.address = 0
+        self._words = num_bytes // 4
+        self._driver = cuda.driver() if driver is None else driver
+
+    def __call__(self, stream: int) -> None:
+        """Clear on a stream.
+
+        Raises:
+            KernelLaunchError: the driver refused.
+        """
+        error = self._driver.cuMemsetD32Async(self.address, 0, self._words, stream)[0]
+        if error:
+            raise KernelLaunchError(f"memory was not cleared: {_name(error)}")
+
+
+def launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any]:
+    """Attributes of a launch, as in `KernelLaunch`."""
+    kind = module.CUlaunchAttributeID
+    attributes = []
+    if overlaps:
+        attribute = module.CUlaunchAttribute()
+        attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = module.CUlaunchAttribute()
+        attribute.id = kind.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dim = attribute.value.clusterDim
+        dim.x, dim.y, dim.z = cluster, 1, 1
+        attributes.append(attribute)
+    return attributes
 
 
 def _name(error: Any) -> str:

@@ -194,6 +194,24 @@ class KvPoolSpec:
             max_kv_cache_capacity=tokens_in_pages(max_pages_per_seq),
         )
 
+    @classmethod
+    def fitting(cls, pool_bytes: int, *, token_bytes: int) -> KvPoolSpec:
+        """Pool as a kernel knows it, of as many pages as a block of memory holds.
+
+        Args:
+            pool_bytes: of the keys or of the values, whichever need more.
+            token_bytes: of one token in that pool.
+
+        Raises:
+            KvPoolError: not even one page fits.
+        """
+        _require_int("token_bytes", token_bytes, 1, INT32_MAX)
+        return cls(
+            num_pages=min(pool_bytes // (token_bytes * TOKENS_PER_PAGE), MAX_KV_POOL_PAGES),
+            max_batch_size=1,
+            max_kv_cache_capacity=1,
+        )
+
     @property
     def max_pages_per_seq(self) -> int:
         """Largest width of the page table."""
@@ -230,6 +248,10 @@ class KvPoolSpec:
         """Entries of the largest page table, `[max_batch_size, max_pages_per_seq]`."""
         return self.max_batch_size * self.max_pages_per_seq
 
+    def times(self, pages: int) -> int:
+        """How often `pages` different pages fit into the pool."""
+        return self.num_pages // pages
+
     def value_page_id(self, key_page_id: int) -> int:
         """Id of a value page in the combined view of one allocation, keys first.
 
@@ -255,6 +277,16 @@ class KvPoolSpec:
         _require_int("slot", slot, 0, self.max_batch_size - 1)
         first = slot * self.max_pages_per_seq
         return range(first, first + self.max_pages_per_seq)
+
+
+def tokens_in_last_page(num_tokens: int) -> int:
+    """Tokens in the last page that `num_tokens` tokens of one sequence span, 1 to 128.
+
+    Raises:
+        KvPoolError: `num_tokens` is not positive, no int, or over MAX_KV_CACHE_CAPACITY.
+    """
+    _require_int("num_tokens", num_tokens, 1, MAX_KV_CACHE_CAPACITY)
+    return (num_tokens - 1) % TOKENS_PER_PAGE + 1
 
 
 def page_of_position(position: int) -> int:

@@ -7,6 +7,8 @@ or from taking all memory.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import resource
 import signal
@@ -78,6 +80,9 @@ def main() -> None:
     """Answer one line of JSON with one line of JSON, until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The time of the import is not that of the first template.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jinja2.sandbox")
     for line in sys.stdin:
         sys.stdout.write(_answer(line) + "\n")
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from paged_trt.runtime.dense import open_session
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.polygraphy_steps import HISTORY_OFFSETS, load_steps
 from paged_trt.runtime.recompute_model import write_recompute_model
-from paged_trt.runtime.same_model_report import SameModelTolerance, same_model_tolerance
+from paged_trt.runtime.same_model_tolerance import SameModelTolerance, same_model_tolerance
 
 LOADER_FILE: Final = "load_data.py"
 _LOADER: Final = '''\

@@ -27,13 +27,8 @@ from paged_trt.runtime.logical_kv import (
     poison_byte,
     value_name,
 )
-from paged_trt.runtime.same_model_report import (
-    Place,
-    SameModelReport,
-    SameModelTolerance,
-    TensorResult,
-    same_model_tolerance,
-)
+from paged_trt.runtime.same_model_report import Place, SameModelReport, TensorResult
+from paged_trt.runtime.same_model_tolerance import SameModelTolerance, same_model_tolerance
 
 Array = npt.NDArray[Any]
 
@@ -56,6 +51,7 @@ class _Errors:
                 error=error,
                 limit=self._tolerance.limit(name),
                 token_error=token_error,
+                token_limit=self._tolerance.token_limit(name),
                 step=step,
             )
             worst = self._worst.get(name)

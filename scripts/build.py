@@ -74,7 +74,10 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     type=click.Path(path_type=Path),
     help="Folder with tokenizer.json [default: beside MODEL].",
 )
-@click.option("--attention-plan", help="Fix the attention plan: direct or split:TOKENS.")
+@click.option(
+    "--attention-plan",
+    help="Fix the plan: direct, balanced, cluster:BLOCKS, counter:BLOCKS or split:TOKENS.",
+)
 @click.option(
     "--float16-sums",
     is_flag=True,

@@ -30,11 +30,13 @@ from paged_trt.scripts.error_output import Output, fail, show_usage
 
 COMMANDS = (
     "explain",
+    "calibrate",
     "build",
     "inspect",
     "run",
     "serve",
     "compare",
+    "tune",
     "polygraphy",
     "bench",
     "doctor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Console
@@ -11,8 +12,13 @@ from rich.text import Text
 
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.comparison import SequenceResult
-from paged_trt.runtime.same_model_report import TOKEN_LIMIT, SameModelReport, TensorResult
+from paged_trt.runtime.same_model_report import SameModelReport, TensorResult
 from paged_trt.scripts.error_output import plain
+
+SIDE_BY_SIDE_NOTE: Final = (
+    "agree: sequences; worst: largest difference as a part of its tolerance; layers: likewise, "
+    "against the same rewritten model on the reference executor"
+)
 
 
 def show(report: ComparisonReport, console: Console, *, layers: bool = False) -> None:
@@ -51,13 +57,13 @@ def show_side_by_side(reports: Sequence[ComparisonReport], console: Console) -> 
     table.add_column("built by", overflow="fold", min_width=len("tensorrt_rtx"))
     for name in ("executor", "KV cache"):
         table.add_column(name, no_wrap=True)
-    for name in ("agree", "worst", "same model"):
+    for name in ("agree", "worst", "layers"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("verdict", no_wrap=True, min_width=len("verdict"))
     for report in reports:
         table.add_row(*map(plain, side_by_side(report)), _mark(report.passed))
     console.print(table)
-    console.print(Text("worst: largest difference as a part of its tolerance"))
+    console.print(Text(SIDE_BY_SIDE_NOTE), soft_wrap=True)
 
 
 def side_by_side(report: ComparisonReport) -> tuple[str, ...]:
@@ -149,7 +155,7 @@ def sequence_cells(result: SequenceResult) -> tuple[str, ...]:
 
 def layer_cells(result: TensorResult) -> tuple[str, ...]:
     """Cells of a tensor: name, error, limit, error of the worst token, limit, step."""
-    numbers = (result.error, result.limit, result.token_error, TOKEN_LIMIT)
+    numbers = (result.error, result.limit, result.token_error, result.token_limit)
     return (result.name, *(f"{number:.3g}" for number in numbers), str(result.step))
 
 

@@ -235,7 +235,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         console.print(plain(f"{name} executor: {because}"), soft_wrap=True)
     if not diagnosis.can_serve:
         message = _nothing_serves(diagnosis)
-        fail(message, EXIT_NOTHING_SERVES, _code(diagnosis), Output())
+        fail(message, EXIT_NOTHING_SERVES, _code(diagnosis), Output(), names_doctor=False)
 
 
 def _nothing_serves(diagnosis: Diagnosis) -> str:

@@ -136,6 +136,9 @@ def flavor_findings(flavor: str, probe: Probe, arch: str | None) -> list[Finding
         findings.append(_library_finding(flavor, applied=probe["library_fix"]))
     if problem is not None:
         code, message = problem
+        if arch == HOPPER and flavor == "tensorrt_rtx" and probe["runs"] is False:
+            # Whatever its words are: TensorRT-RTX from 1.7 on refuses Hopper.
+            code = ComputeCapabilityError.code
         remedy = pages()[code].remedy if code in pages() else ""
         text = f"{found}: {message.splitlines()[0]}"
         status = NOTE if arch is None else PROBLEM

@@ -70,6 +70,7 @@ def fail(
     output: Output,
     *,
     cause: BaseException | None = None,
+    names_doctor: bool = True,
 ) -> int:
     """Print an error.
 
@@ -79,6 +80,7 @@ def fail(
         code: stable code of the error.
         output: whether standard output is JSON.
         cause: an error of ours behind it is shown too.
+        names_doctor: point to `paged-trt doctor` where that helps.
 
     Returns:
         `exit_code`.
@@ -86,7 +88,8 @@ def fail(
     click.echo(f"paged-trt: error[{code}]: {printable(message)}", err=True)
     if isinstance(cause, PagedTrtError) and str(cause) not in message:
         click.echo(f"  because: {printable(str(cause))}", err=True)
-    if (page := pages().get(code)) is not None and page.asks_doctor:
+    page = pages().get(code)
+    if names_doctor and page is not None and page.asks_doctor:
         click.echo("  `paged-trt doctor` shows what this machine can run", err=True)
     if output.as_json:
         click.echo(json.dumps({"error": error_record(message, code, exit_code)}, indent=2))

@@ -112,7 +112,8 @@ def _look(
         require_same_engine(manifest, record.geometry_sha256, session)
     probe = run_probe("device")
     device = device_of(probe, number)
-    note = "TensorRT was not asked about the plan: no CUDA device of that number can be used"
+    reason = probe.get("error", {}).get("message", f"there is no CUDA device {number}")
+    note = f"TensorRT was not asked about the plan: {reason}"
     information = None
     if device is not None:
         answer = run_probe("engine", str(engine_dir), str(number))

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.readme_kernels import kernel_table
 from paged_trt.scripts.results import ROOT, Results, read_results
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -131,6 +132,7 @@ def serve_table(files: list[tuple[str, Results]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+KERNEL_KINDS = ("decode", "prefill", "append")
 TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {
     "e2e": e2e_table,
     "gpu-matrix": gpu_matrix_table,
@@ -150,11 +152,16 @@ def render(text: str, directory: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind = match["kind"]
-        if kind not in TABLES:
-            raise ConfigError(f"the README asks for results `{kind}`; known are {sorted(TABLES)}")
+        known = sorted((*TABLES, *KERNEL_KINDS))
+        if kind not in known:
+            raise ConfigError(f"the README asks for results `{kind}`; known are {known}")
         files = [(name, results) for name, results in found if results.kind == kind]
-        # A table without rows says nothing.
-        return match[1] + (TABLES[kind](files) if files else "") + match[3]
+        if not files:
+            # A table without rows says nothing.
+            return match[1] + match[3]
+        if kind in KERNEL_KINDS:
+            return match[1] + kernel_table(files, pictures=directory) + match[3]
+        return match[1] + TABLES[kind](files) + match[3]
 
     return MARKER.sub(table, text)
 

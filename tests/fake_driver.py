@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+CLUSTER, OVERLAP = 4, 6
+"""Ids of launch attributes."""
 
 
 class Function:
@@ -36,7 +38,11 @@ class Launched:
         self.threads = config.blockDimX
         self.shared_bytes = config.sharedMemBytes
         self.stream = config.hStream
-        self.overlaps = bool(config.numAttrs)
+        attributes = {attribute.id: attribute.value for attribute in config.attrs}
+        assert config.numAttrs == len(attributes)
+        self.overlaps = OVERLAP in attributes
+        dim = attributes[CLUSTER].clusterDim if CLUSTER in attributes else None
+        self.cluster = (dim.x, dim.y, dim.z) if dim else (1, 1, 1)
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
         assert function.struct is not None
         assert address is not None
@@ -51,7 +57,8 @@ class FakeDriver:
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=OVERLAP,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=CLUSTER,
     )
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
@@ -59,6 +66,7 @@ class FakeDriver:
         self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
+        self.clears: list[tuple[int, int, int, int]] = []
         self.blocks: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.contexts = 0
@@ -67,12 +75,17 @@ class FakeDriver:
         self.graphs = 0
         self.memory_bytes = memory_bytes
         self.recording: list[Callable[[], None]] | None = None
+        self.events = 0
+        self.marks: dict[int, float] = {}
+        self.clock_us = 0.0
+        self.launch_us: Callable[[Launched], float] = lambda launched: 1.0
 
     def CUlaunchConfig(self) -> Any:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
 
     def CUlaunchAttribute(self) -> Any:
-        return types.SimpleNamespace(id=None, value=types.SimpleNamespace())
+        value = types.SimpleNamespace(clusterDim=types.SimpleNamespace())
+        return types.SimpleNamespace(id=None, value=value)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -152,6 +165,10 @@ class FakeDriver:
         self.perform(lambda: ctypes.memset(target, value, count) and None)
         return (SUCCESS,)
 
+    def _cuMemsetD32Async(self, target: int, value: int, count: int, stream: int) -> Any:
+        self.clears.append((target, value, count, stream))
+        return (SUCCESS,)
+
     def _copy(self, target: int, source: int, count: int, stream: int) -> tuple[Any, ...]:
         self.perform(lambda: ctypes.memmove(target, source, count) and None)
         return (SUCCESS,)
@@ -159,6 +176,21 @@ class FakeDriver:
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
     _cuMemcpyDtoDAsync = _copy
+
+    def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        self.events += 1
+        return SUCCESS, self.events
+
+    def _cuEventDestroy(self, event: int) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        assert self.recording is None
+        self.marks[event] = self.clock_us
+        return (SUCCESS,)
+
+    def _cuEventElapsedTime(self, begin: int, end: int) -> tuple[Any, ...]:
+        return SUCCESS, (self.marks[end] - self.marks[begin]) / 1e3
 
     def _cuStreamCreate(self, flag: int) -> tuple[Any, ...]:
         self.streams += 1
@@ -210,7 +242,12 @@ class FakeDriver:
     ) -> tuple[Any, ...]:
         launched = Launched(config, function, parameters)
         self.launches.append(launched)
-        self.perform(lambda: function.run(launched.args))
+
+        def work() -> None:
+            function.run(launched.args)
+            self.clock_us += self.launch_us(launched)
+
+        self.perform(work)
         return (SUCCESS,)
 
 

@@ -13,6 +13,8 @@ from typing import Final
 
 Pointer = ctypes.c_uint64
 """Device address."""
+TensorMap = ctypes.c_uint64 * 16
+"""A tensor map of the driver's, opaque."""
 
 
 class AppendArgs(ctypes.Structure):
@@ -28,6 +30,7 @@ class AppendArgs(ctypes.Structure):
         ("past_lens", Pointer),
         ("rope_cos_sin", Pointer),
         ("kv_scales", Pointer),
+        ("counters", Pointer),
         ("key_token_stride", ctypes.c_int64),
         ("value_token_stride", ctypes.c_int64),
         ("num_tokens", ctypes.c_int32),
@@ -37,11 +40,13 @@ class AppendArgs(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
+        ("num_counters", ctypes.c_int32),
+        ("tokens_per_block", ctypes.c_int32),
     )
 
 
 class DecodeDirectArgs(ctypes.Structure):
-    """Attend one token per sequence, all keys in one block."""
+    """Attend one token per sequence, all keys in one block or one cluster of blocks."""
 
     _fields_ = (
         ("query", Pointer),
@@ -65,6 +70,42 @@ class DecodeDirectArgs(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+    )
+
+
+class DecodeCounterArgs(ctypes.Structure):
+    """Attend one token per sequence in blocks that share keys; the last to arrive merges.
+
+    In the workspace: `partial_output` `[slots, heads of a block, Dv]` and `partial_lse` `[slots,
+    heads of a block]`, float32, and `counters` `[N, Hkv, blocks of heads]`, int32.
+    """
+
+    _fields_ = (
+        ("query", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("partial_output", Pointer),
+        ("partial_lse", Pointer),
+        ("counters", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("num_blocks", ctypes.c_int32),
     )
 
 
@@ -153,6 +194,40 @@ class PrefillArgs(ctypes.Structure):
     )
 
 
+class PrefillSm90Args(ctypes.Structure):
+    """The same on Hopper, where keys and values come by bulk tensor copies.
+
+    `key_map` and `value_map` are tensor maps of the pools; `tile_counter` is 0 at the start, or
+    null for a fixed order of the tiles; `reserved` fills the struct up to the maps' alignment.
+    """
+
+    _fields_ = (
+        ("key_map", TensorMap),
+        ("value_map", TensorMap),
+        ("query", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("tile_counter", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("reserved", ctypes.c_int32 * 2),
+    )
+
+
 class SampleArgs(ctypes.Structure):
     """Choose a token for each row of logits.
 
@@ -173,9 +248,11 @@ class SampleArgs(ctypes.Structure):
 ARGUMENT_STRUCTS: Final = (
     AppendArgs,
     DecodeDirectArgs,
+    DecodeCounterArgs,
     DecodeSplitArgs,
     MergeArgs,
     PrefillArgs,
+    PrefillSm90Args,
     SampleArgs,
 )
 

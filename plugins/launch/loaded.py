@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from paged_trt.plugins import device
 from paged_trt.plugins.errors import KernelError, KernelLaunchError
-from paged_trt.plugins.launch.args import PrefillArgs
+from paged_trt.plugins.launch.args import PrefillArgs, PrefillSm90Args
 from paged_trt.plugins.launch.compiler import KernelCompiler, compile_arch
 from paged_trt.plugins.launch.kernels_decode import (
     ARGUMENTS,
@@ -19,12 +19,16 @@ from paged_trt.plugins.launch.kernels_decode import (
     kernel_grid,
 )
 from paged_trt.plugins.launch.kernels_prefill import prefill_build, prefill_grid
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.kernels_prefill_sm90 import prefill_sm90_build
+from paged_trt.plugins.launch.plans import AttentionPlan, PrefillPlan
+from paged_trt.plugins.launch.registry import SPECIALISED, KernelKey, KernelPath
 from paged_trt.plugins.operands import StepShape
 
 ARGUMENT_STRUCTS: Final[Mapping[KernelPath, type[Any]]] = {
     **ARGUMENTS,
     KernelPath.PREFILL: PrefillArgs,
+    KernelPath.PREFILL_SM90: PrefillSm90Args,
+    KernelPath.PREFILL_SM90_SPLIT: PrefillSm90Args,
 }
 """Argument struct of each path."""
 
@@ -61,10 +65,19 @@ def build_of(key: KernelKey) -> KernelBuild:
     Raises:
         UnsupportedError: no kernel covers its types or head dims.
     """
+    if key.path in SPECIALISED:
+        return prefill_sm90_build(key)
     return prefill_build(key) if key.path is KernelPath.PREFILL else kernel_build(key)
 
 
-def grid_of(kernel: LoadedKernel, step: StepShape, *, num_kv_heads: int, partitions: int) -> Grid:
+def grid_of(
+    kernel: LoadedKernel,
+    step: StepShape,
+    *,
+    num_kv_heads: int,
+    partitions: int,
+    plan: AttentionPlan | PrefillPlan,
+) -> Grid:
     """Grid of one launch.
 
     Args:
@@ -72,8 +85,11 @@ def grid_of(kernel: LoadedKernel, step: StepShape, *, num_kv_heads: int, partiti
         step: T, N and M.
         num_kv_heads: key heads of the layer.
         partitions: of a split decode; 1 otherwise.
+        plan: of the step; that of a prefill may say how many blocks there are.
     """
     key = kernel.key
+    if key.path in SPECIALISED and isinstance(plan, PrefillPlan):
+        return (plan.blocks, 1, 1)
     if key.path is KernelPath.PREFILL:
         return prefill_grid(key, step, num_kv_heads=num_kv_heads)
     return kernel_grid(key, kernel.build, step, num_kv_heads=num_kv_heads, partitions=partitions)

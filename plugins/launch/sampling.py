@@ -14,8 +14,8 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.launch.kernels_decode import KernelBuild
 
-MAX_SAMPLED_VOCAB: Final = 1 << 18
-"""Sums of so many weights of 40 bits fit 64 bits."""
+MAX_SAMPLED_VOCAB: Final = 1 << 20
+"""Sums of so many weights of 40 bits fit 64 bits, and so do their products with a share."""
 SAMPLE_THREADS: Final = 1024
 _LOGIT_TYPES: Final = {
     DType.FLOAT16: "__half",

@@ -107,6 +107,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
         (["--attention-plan=split:100"], ["100", "128"]),
         (["--attention-plan=fastest"], ["fastest"]),
+        (["--attention-plan=cluster:3"], ["2, 4 or 8", "3"]),
+        (["--attention-plan=counter:65"], ["64", "65"]),
         (["--attention-plan=split:128:99999999999"], ["99999999999", "2147483647"]),
         (["--tokenizer=/nonexistent"], ["tokenizer.json"]),
         (["--save-onnx=/nonexistent/model.onnx"], ["/nonexistent"]),

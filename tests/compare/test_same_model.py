@@ -34,7 +34,8 @@ from paged_trt.runtime.recorded_steps import record_steps
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.same_model import compare_steps
 from paged_trt.runtime.same_model_check import NO_ATTENTION, check_same_model
-from paged_trt.runtime.same_model_report import SameModelReport, same_model_tolerance
+from paged_trt.runtime.same_model_report import SameModelReport
+from paged_trt.runtime.same_model_tolerance import same_model_tolerance
 from paged_trt.runtime.scenarios import Scenario, make_scenarios, random_prompts
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.scripts.cli import main

@@ -37,6 +37,7 @@ class ToyEngine:
     dialect: str = "attention23-past"
     logits: str = "last"
     greedy: bool = False
+    window: int | None = None
     pool_pages: int | None = None
     max_batch_size: int = 4
     capacity: int = 1024
@@ -71,9 +72,9 @@ def _workspace() -> Path:
 
 @functools.cache
 def _build(toy: ToyEngine) -> Path:
-    source = _workspace() / f"{toy.dialect}-{toy.activation.value}"
+    source = _workspace() / f"{toy.dialect}-{toy.activation.value}-{toy.window}"
     if not source.exists():
-        write_toy(source, toy.dialect, dtype=toy.activation)
+        write_toy(source, toy.dialect, dtype=toy.activation, window=toy.window)
     scales = None
     if toy.kv is not None and toy.kv.is_quantised:
         scales = source / f"{toy.kv.value}.safetensors"

@@ -19,7 +19,7 @@ from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.comparison import tolerance_for
 from paged_trt.runtime.core import EngineCore
-from paged_trt.runtime.engine import open_plan
+from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.requests import GenerationRequest, SamplingSpec, TokenEvent
 from paged_trt.runtime.results import Generation
 from paged_trt.runtime.session import Session
@@ -150,6 +150,31 @@ def test_the_youngest_gives_way_and_is_run_again(
     assert core.stats().preemptions > 0
     core.batch.registry.release(held)
     check_agrees(executor.spec, expected, found)
+
+
+@pytest.mark.parametrize("window", [1, 130, 300])
+def test_pages_below_the_window_are_poisoned_and_never_read(window: int) -> None:
+    toy = ToyEngine(window=window)
+    rng = np.random.default_rng(window)
+    given = [rng.integers(0, toy.spec.vocab_size, length).tolist() for length in (500, 20, 257)]
+    reference = load_engine(toy.folder, "reference")
+    expected = Session(reference).generate(given, 40, keep_logits=True, prefill_chunk=100)
+    device = open_plan(toy.folder)
+    try:
+        core = EngineCore(device, poisons_freed=True, reuses_prefixes=False)
+        in_use: list[int] = []
+        found = Session(core).generate(
+            given,
+            40,
+            keep_logits=True,
+            prefill_chunk=100,
+            on_token=lambda *_: in_use.append(core.stats().pages_in_use),
+        )
+        check_agrees(toy.spec, expected, found)
+        # All pages of 540, 60 and 297 tokens would be nine.
+        assert max(in_use[-30:]) < 9
+    finally:
+        device.close()
 
 
 def test_a_fork_goes_on_from_a_copy_of_the_page(

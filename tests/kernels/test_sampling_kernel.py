@@ -48,7 +48,7 @@ def test_ids_of_either_width() -> None:
     [
         (DType.FLOAT8, DType.INT64, 9, "no sampling kernel reads float8 logits"),
         (DType.FLOAT16, DType.INT8, 9, "and writes int8 tokens"),
-        (DType.FLOAT16, DType.INT64, MAX_SAMPLED_VOCAB + 1, "takes 262144 tokens"),
+        (DType.FLOAT16, DType.INT64, MAX_SAMPLED_VOCAB + 1, "takes 1048576 tokens"),
     ],
 )
 def test_what_it_does_not_cover(logits: DType, tokens: DType, vocab: int, reason: str) -> None:

@@ -238,11 +238,20 @@ def test_a_row_that_draws_needs_a_seed() -> None:
 
 
 def test_a_vocabulary_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ConfigError, match="262144 tokens and the vocabulary has 262145"):
+    with pytest.raises(ConfigError, match="1048576 tokens and the vocabulary has 1048577"):
         sample(np.zeros((1, MAX_SAMPLED_VOCAB + 1), np.float16), [Spec()], [0])
     logits = logits_of(1, MAX_SAMPLED_VOCAB)
     token = int(sample(logits, [Spec(1.0, 1)], [0])[0][0])
     assert token == int(logits.argmax())
+
+
+def test_the_largest_sums_do_not_wrap() -> None:
+    """Equal logits have the largest sum that there is: a draw is uniform over all of them."""
+    logits = np.zeros((1, MAX_SAMPLED_VOCAB), np.float16)
+    seeds = range(8)
+    drawn = [int(sample(logits, [Spec(1.0, 0, 1 - 1e-9, s)], [0])[0][0]) for s in seeds]
+    bits = random_bits(np.array(seeds, np.uint64), np.zeros(8))
+    assert drawn == [int(each) * MAX_SAMPLED_VOCAB >> 64 for each in bits]
 
 
 def test_parameters_of_a_row() -> None:

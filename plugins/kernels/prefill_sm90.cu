@@ -1,0 +1,2 @@
+// Entry point of Hopper's prefill kernels: name expressions pick the instances.
+#include "prefill_sm90.cuh"

@@ -1,0 +1,126 @@
+"""Prefill steps on Hopper: arguments, tensor maps, clusters and the tile counter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+from fake_driver import FakeDriver
+from unit.test_launch_dispatch import ADDRESSES, NOWHERE, Registry
+from unit.test_prefill_plan import make_request
+
+from paged_trt.plugins.device import KernelLaunch, MemoryClear
+from paged_trt.plugins.errors import KernelLaunchError
+from paged_trt.plugins.fields import OperatorSpec
+from paged_trt.plugins.kv import KvPoolSpec
+from paged_trt.plugins.launch.dispatch import PreparedStep
+from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.plans import Direct
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.operands import Operand
+
+POOL = KvPoolSpec.plan(max_batch_size=4, max_kv_cache_capacity=8192, retained_pages=3)
+
+
+class Maps:
+    """Encodes a map as its address, in every byte pair."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, address: int, *what: Any) -> bytes:
+        self.calls.append((address, *what))
+        return (address >> 20).to_bytes(8, "little") * 16
+
+
+def prepare(
+    driver: FakeDriver, maps: Maps, request: AttentionPlanRequest, explicit: Any = None
+) -> PreparedStep:
+    return PreparedStep(
+        request,
+        OperatorSpec(pool=POOL, attention=request.attention),
+        NOWHERE,
+        planner=PolicyPlanner(explicit=explicit),
+        registry=Registry(),
+        make_launch=functools.partial(KernelLaunch, driver=driver),
+        encode_map=maps,
+        make_clear=functools.partial(MemoryClear, driver=driver),
+    )
+
+
+def test_every_argument_is_exact() -> None:
+    driver, maps = FakeDriver(), Maps()
+    request = make_request(window=2000, softcap=30.0)
+    step = prepare(driver, maps, request)
+    step.bind(ADDRESSES)
+    step.launch(9)
+    append, prefill = driver.launches
+    assert [append.name, prefill.name] == ["append", "prefill_sm90"]
+    assert (prefill.grid, prefill.threads, prefill.cluster) == ((132, 1, 1), 384, 1)
+    assert not prefill.overlaps
+    args = dict(prefill.args)
+    key, value = (ADDRESSES.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
+    assert list(args.pop("key_map")) == [key >> 20] * 16
+    assert list(args.pop("value_map")) == [value >> 20] * 16
+    assert list(args.pop("reserved")) == [0, 0]
+    names = ("query", "page_table", "query_start_offsets", "past_lens", "rope_cos_sin", "sinks")
+    places = {op.name.lower(): ADDRESSES.operands[op] for op in Operand}
+    assert args == {
+        **{name: places[name] for name in names},
+        "output": 1 << 30, "tile_counter": 1 << 31, "query_token_stride": 128,
+        "output_token_stride": 32 * 128, "num_tokens": 8192, "num_seqs": 1, "table_width": 64,
+        "num_pages": POOL.num_pages, "num_kv_heads": 8, "rope": 0, "rotary_dim": 0,
+        "window": 2000, "softmax_scale": pytest.approx(0.1), "softcap": 30.0,
+    }  # fmt: skip
+
+
+def test_pools_that_move_get_new_maps() -> None:
+    driver, maps = FakeDriver(), Maps()
+    step = prepare(driver, maps, make_request())
+    for shift in (0, 1 << 30):
+        moved = tuple(place + shift for place in ADDRESSES.operands)
+        step.bind(dataclasses.replace(ADDRESSES, operands=moved))
+        step.launch(0)
+        key = moved[Operand.KEY_POOL]
+        assert list(driver.launches[-1].args["key_map"]) == [key >> 20] * 16
+        shape = (POOL.num_pages, 8, 128, 128)
+        assert maps.calls[-2:][0] == (key, step.request.kv_cache_dtype, shape, 128)
+
+
+def test_the_counter_is_cleared_before_anything_runs() -> None:
+    driver = FakeDriver()
+    step = prepare(driver, Maps(), make_request())
+    step.bind(ADDRESSES)
+    step.launch(7)
+    assert driver.clears == [(ADDRESSES.workspace, 0, 1, 7)]
+    assert list(driver.calls) == ["cuMemsetD32Async", "cuLaunchKernelEx"]
+    driver.failing = {"cuMemsetD32Async": 1}
+    with pytest.raises(KernelLaunchError, match="memory was not cleared"):
+        step.launch(7)
+
+
+@pytest.mark.parametrize(
+    ("request_", "explicit"),
+    [(make_request(1024), None), (make_request(), Direct())],
+    ids=["few-tiles", "no-workspace"],
+)
+def test_tiles_are_dealt_out_without_a_counter(
+    request_: AttentionPlanRequest, explicit: Any
+) -> None:
+    driver = FakeDriver()
+    step = prepare(driver, Maps(), request_, explicit)
+    step.bind(ADDRESSES)
+    step.launch(0)
+    assert driver.clears == []
+    assert driver.launches[-1].args["tile_counter"] == 0
+
+
+def test_split_keys_are_a_cluster() -> None:
+    driver = FakeDriver()
+    step = prepare(driver, Maps(), make_request(64, 1, 64))
+    step.launch(0)
+    launched = driver.launches[-1]
+    assert launched.name == "prefill_sm90_split"
+    assert (launched.grid, launched.cluster) == ((128, 1, 1), 8)
