@@ -35,6 +35,21 @@ def open_tokenizer(engine_dir: Path) -> Tokenizer | None:
     return Tokenizer(engine_dir) if (engine_dir / TOKENIZER_FILE).is_file() else None
 
 
+def require_tokenizer(engine_dir: Path) -> Tokenizer:
+    """The engine directory's tokenizer.
+
+    Raises:
+        ConfigError: it was built without one.
+        ManifestError: as `open_tokenizer`.
+    """
+    tokenizer = open_tokenizer(engine_dir)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{engine_dir} has no tokenizer; build the engine with `--tokenizer PATH`"
+        )
+    return tokenizer
+
+
 def read_prompts(
     tokenizer: Tokenizer | None, *, texts: Sequence[str], ids: Sequence[str], chat: bool
 ) -> list[Prompt]:

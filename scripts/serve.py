@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from paged_trt.plugins.errors import ConfigError, PackageMissingError
+from paged_trt.plugins.errors import PackageMissingError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
-from paged_trt.scripts.prompts import open_tokenizer
+from paged_trt.scripts.prompts import require_tokenizer
 
 _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
@@ -95,11 +95,7 @@ def command(
     key = read_key(file=api_key_file, variable=api_key_env)
     check_reach(host, key=key, allows_anyone=allow_anyone)
     # Whatever can be wrong is found before the weights are loaded.
-    tokenizer = open_tokenizer(engine_dir)
-    if tokenizer is None:
-        raise ConfigError(
-            f"{engine_dir} has no tokenizer; build the engine with `--tokenizer PATH`"
-        )
+    tokenizer = require_tokenizer(engine_dir)
     name = engine_dir.resolve().name if model_name is None else model_name
     with (
         bind(host, port) as bound,

@@ -92,41 +92,28 @@ def command(
       paged-trt bench serve engine --rate 1 --rate 4 --requests 200 -o results.json --plot load.png
     """
     manifest = read_manifest(engine_dir)
-    traffic = [
-        make_traffic(
-            TrafficOptions(
-                service=trace,
-                rate=rate,
-                num_requests=requests,
-                seed=seed,
-                length_scale=length_scale,
-                shared_prefix_tokens=shared_prefix,
-            ),
-            _limits(manifest),
+    options = [
+        TrafficOptions(
+            service=trace,
+            rate=rate,
+            num_requests=requests,
+            seed=seed,
+            length_scale=length_scale,
+            shared_prefix_tokens=shared_prefix,
         )
         for rate in rates
     ]
+    traffic = [make_traffic(each, _limits(manifest)) for each in options]
     engine = load_engine(engine_dir, executor, device=device)
     try:
         engine.warm_up()
         loads = [asyncio.run(_measure(engine, each)) for each in traffic]
     finally:
         engine.close()
-    common = {
-        "model": manifest.source.name,
-        "layers": len(manifest.spec.layers),
-        "executor": engine.name,
-        "route": manifest.build.route,
-        "trace": f"azure-llm-2023-{trace}",
-        "seed": seed,
-        "length_scale": length_scale,
-        "shared_prefix_tokens": shared_prefix,
-        "max_batch_size": manifest.spec.pool.max_batch_size,
-        "num_pages": manifest.spec.pool.num_pages,
-    }
+    common = {"executor": engine.name, **_engine(manifest)}
     rows = [
-        {**common, "rate": rate, **_row(each, load)}
-        for rate, each, load in zip(rates, traffic, loads, strict=True)
+        {**common, **_asked(each), **_row(made, load)}
+        for each, made, load in zip(options, traffic, loads, strict=True)
     ]
     results = _results(manifest, engine, rows, device=device)
     results.write(output)
@@ -148,6 +135,26 @@ def _limits(manifest: EngineManifest) -> Limits:
         max_kv_cache_capacity=spec.pool.max_kv_cache_capacity,
         vocab_size=spec.vocab_size,
     )
+
+
+def _engine(manifest: EngineManifest) -> dict[str, Any]:
+    return {
+        "model": manifest.source.name,
+        "layers": len(manifest.spec.layers),
+        "route": manifest.build.route,
+        "max_batch_size": manifest.spec.pool.max_batch_size,
+        "num_pages": manifest.spec.pool.num_pages,
+    }
+
+
+def _asked(options: TrafficOptions) -> dict[str, Any]:
+    return {
+        "trace": f"azure-llm-2023-{options.service}",
+        "rate": options.rate,
+        "seed": options.seed,
+        "length_scale": options.length_scale,
+        "shared_prefix_tokens": options.shared_prefix_tokens,
+    }
 
 
 async def _measure(engine: Executor, traffic: Traffic) -> Load:

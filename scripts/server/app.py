@@ -51,35 +51,7 @@ def make_app(
         yield
         await service.aclose(seconds=drain_seconds)
 
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        _require_model(service, body.model)
-        items = service.answer(body)
-        return await _respond(request, CompletionAnswer(body, await _started(items)), items)
-
-    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
-        _require_model(service, body.model)
-        items = service.answer(body)
-        return await _respond(request, ChatAnswer(body, await _started(items)), items)
-
-    started = int(time.time())
-
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service.model_name, started)]}
-
-    async def model(name: str) -> dict[str, Any]:
-        _require_model(service, name)
-        return _model(name, started)
-
-    async def health() -> Response:
-        return Response(status_code=200 if service.is_healthy else 503)
-
-    async def metrics() -> Response:
-        found = service.metrics()
-        if found is None:
-            raise ApiError(404, "the engines run elsewhere, and so do their metrics")
-        content, kind = found
-        return Response(content, media_type=kind)
-
+    routes = _Routes(service)
     app = FastAPI(
         openapi_url=None,
         lifespan=lifespan,
@@ -91,13 +63,61 @@ def make_app(
             Exception: _fail,
         },
     )
-    app.add_api_route("/v1/completions", completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
-    app.add_api_route("/v1/models", models)
-    app.add_api_route("/v1/models/{name:path}", model)
-    app.add_api_route("/health", health)
-    app.add_api_route("/metrics", metrics)
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/models", routes.models)
+    app.add_api_route("/v1/models/{name:path}", routes.model)
+    app.add_api_route("/health", routes.health)
+    app.add_api_route("/metrics", routes.metrics)
     return Gate(app, key=key, is_local=is_local, max_body_bytes=max_body_bytes)
+
+
+class _Routes:
+    """What the app answers.
+
+    Args:
+        service: answers.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started = int(time.time())
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        self._require_model(body.model)
+        items = self._service.answer(body)
+        return await _respond(request, CompletionAnswer(body, await _started(items)), items)
+
+    async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
+        self._require_model(body.model)
+        items = self._service.answer(body)
+        return await _respond(request, ChatAnswer(body, await _started(items)), items)
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [await self.model(self._service.model_name)]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._require_model(name)
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "paged-trt"}
+
+    async def health(self) -> Response:
+        return Response(status_code=200 if self._service.is_healthy else 503)
+
+    async def metrics(self) -> Response:
+        found = self._service.metrics()
+        if found is None:
+            raise ApiError(404, "the engines run elsewhere, and so do their metrics")
+        content, kind = found
+        return Response(content, media_type=kind)
+
+    def _require_model(self, name: str) -> None:
+        if name != self._service.model_name:
+            raise ApiError(
+                404,
+                f"the model `{name}` is not here; this server has `{self._service.model_name}`",
+                param="model",
+                code="model_not_found",
+            )
 
 
 class EventStream(StreamingResponse):
@@ -185,20 +205,6 @@ async def _disconnected(request: Request) -> None:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
-
-
-def _model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "paged-trt"}
-
-
-def _require_model(service: Service, name: str) -> None:
-    if name != service.model_name:
-        raise ApiError(
-            404,
-            f"the model `{name}` is not here; this server has `{service.model_name}`",
-            param="model",
-            code="model_not_found",
-        )
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

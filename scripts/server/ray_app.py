@@ -20,7 +20,7 @@ from paged_trt.plugins.errors import ConfigError, ExecutionError, UnsupportedErr
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.results import SessionStats
 from paged_trt.runtime.template_process import DEFAULT_SECONDS
-from paged_trt.scripts.prompts import open_tokenizer
+from paged_trt.scripts.prompts import require_tokenizer
 from paged_trt.scripts.server.app import DEFAULT_MAX_BODY_BYTES, make_app
 from paged_trt.scripts.server.failures import ApiError
 from paged_trt.scripts.server.listen import read_key
@@ -109,11 +109,7 @@ class Engine:
     """A replica: one engine, and the tokenizer with it."""
 
     def __init__(self, settings: RaySettings) -> None:
-        tokenizer = open_tokenizer(settings.engine_dir)
-        if tokenizer is None:
-            raise ConfigError(
-                f"{settings.engine_dir} has no tokenizer; build the engine with `--tokenizer PATH`"
-            )
+        tokenizer = require_tokenizer(settings.engine_dir)
         executor = load_engine(settings.engine_dir, settings.executor)
         executor.warm_up()
         self._drain_seconds = settings.drain_seconds
