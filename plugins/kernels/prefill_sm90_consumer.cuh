@@ -282,52 +282,81 @@ struct PrefillConsumer {
     }
   }
 
-  // Outputs of the tile, not normalised. False: there is no key tile or no row to work on.
-  __device__ __forceinline__ bool attend(Outputs& outputs) {
-    int32_t tile = field<kLast>();
+  // The first tile of the walk, and zeros for values behind the sequence.
+  __device__ __forceinline__ void begin(int32_t tile, bool has_dead_rows, int32_t end_position,
+                                        Outputs& outputs, Weights& weights, uint64_t query_rows) {
+    wait_keys();
+    const int32_t seen = last_position() - tile * Layout::kKeys + 1;
+    if constexpr (Layout::kKeys == 128) {
+      if (seen <= Layout::kKeys / 2) {
+        first_step<Layout::kKeys / 2>(tile, outputs, weights, query_rows);
+      } else {
+        first_step<Layout::kKeys>(tile, outputs, weights, query_rows);
+      }
+    } else {
+      first_step<Layout::kKeys>(tile, outputs, weights, query_rows);
+    }
+    if (has_dead_rows) {
+      wait_values();
+      clear_values(end_position - tile * Layout::kKeys, Layout::kKeys);
+    }
+  }
+
+  // Outputs of the tile; `factors` normalise them, unless other blocks have a share of the keys.
+  // False: there is no key tile or no row to work on.
+  __device__ __forceinline__ bool attend(Outputs& outputs, float (&factors)[2]) {
+    const QueryWork work = Layout::read_work(base, query.stage);
+    int32_t tile = work.last;
     softmax.begin();
     hold = 0;
-    if (field<kNumRows>() <= warpgroup * 64) {
-      for (; tile >= field<kFirst>(); --tile) skip_tile();
+    if (work.num_rows <= warpgroup * 64) {
+      for (; tile >= work.first; --tile) skip_tile();
       return false;
     }
-    if (Layout::kIsSplit && tile < field<kFirst>()) return false;
-    for (const int32_t end = max(top(), field<kFirst>()); tile > end; --tile) skip_tile();
+    if (Layout::kIsSplit && tile < work.first) return false;
+    for (const int32_t end = max(top(), work.first); tile > end; --tile) skip_tile();
     const uint64_t rows = by_rows(query_rows());
     Weights weights;
-    wait_keys();
-    if (Layout::kKeys == 128 && last_position() - tile * Layout::kKeys < Layout::kKeys / 2) {
-      first_step<Layout::kKeys / 2>(tile, outputs, weights, rows);
-    } else {
-      first_step<Layout::kKeys>(tile, outputs, weights, rows);
-    }
-    if ((field<kFlags>() & kHasDeadRows) != 0 && tile == field<kLast>()) {
-      wait_values();
-      const int32_t last = field<kPosition>() + (field<kNumRows>() - 1) / Layout::kGroup;
-      clear_values(last + 1 - tile * Layout::kKeys, Layout::kKeys);
-    }
+    begin(tile, (work.flags & kHasDeadRows) != 0 && tile == work.last,
+          work.position + (work.num_rows - 1) / Layout::kGroup + 1, outputs, weights, rows);
     Scores scores;
-    for (--tile; tile >= full_end(); --tile) {
+    --tile;
+    for (const int32_t end = full_end(); tile >= end; --tile) {
       plain_step<false>(tile, scores, outputs, weights, rows);
     }
     if constexpr (!Layout::kTries) {
-      for (const int32_t begin = full_begin(); tile >= begin; --tile) {
+      for (const int32_t end = full_begin(); tile >= end; --tile) {
         plain_step<true>(tile, scores, outputs, weights, rows);
       }
     } else {
       full_steps(tile, scores, outputs, weights, rows);
     }
     if constexpr (Layout::kHasWindow) {
-      for (; tile >= field<kFirst>(); --tile) {
+      for (const int32_t end = field<kFirst>(); tile >= end; --tile) {
         plain_step<false>(tile, scores, outputs, weights, rows);
       }
     }
     wait_values();
     if (Layout::kHasWindow) clear_before_window();
     accumulate(outputs, weights);
+    if constexpr (!Layout::kIsSplit) find_factors(factors);
     finish_outputs(outputs);
     free_values();
     return true;
+  }
+
+  // What turns outputs into results, while the last product runs.
+  __device__ __forceinline__ void find_factors(float (&factors)[2]) const {
+    const int thread = thread_here();
+    const int first_head = field<kKvHead>() * Layout::kGroup;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warpgroup * 64 + (thread / 32 & 3) * 16 + (thread & 31) / 4 + half * 8;
+      const float own_sink = args.sinks[first_head + row % Layout::kGroup];
+      const float sum = sum_of_quad(softmax.sum[half]);
+      const SinkFactors sink = add_sink(softmax.exponent(half), sum, own_sink);
+      factors[half] = sink.factor * normaliser(sink.sum, 1.f);
+    }
   }
 
   // Values before the window of the tile's first row, in the last key tile of the walk.
@@ -338,17 +367,9 @@ struct PrefillConsumer {
   }
 
   // Normalised outputs, through this warpgroup's rows of the query's buffer to device memory.
-  __device__ __forceinline__ void store(const Outputs& outputs) {
+  __device__ __forceinline__ void store(const Outputs& outputs, const float (&factors)[2]) {
+    const QueryWork work = Layout::read_work(base, query.stage);
     const int thread = thread_here(), lane = thread & 31, warp_row = (thread / 32 & 3) * 16;
-    float factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warpgroup * 64 + warp_row + lane / 4 + half * 8;
-      const int head = field<kKvHead>() * Layout::kGroup + row % Layout::kGroup;
-      const float sum = sum_of_quad(softmax.sum[half]);
-      const SinkFactors sink = add_sink(softmax.exponent(half), sum, args.sinks[head]);
-      factors[half] = sink.factor * normaliser(sink.sum, 1.f);
-    }
     sync_threads(kWarpgroupBarrier + warpgroup, 128);  // no warp reads the query any more
     const unsigned rows = query_rows();
     const int row = warp_row + lane / 4;
@@ -368,9 +389,9 @@ struct PrefillConsumer {
       const int at = warp_row + index / kChunks, chunk = index % kChunks;
       const uint4 words = load_words(rows + swizzled<kQueryRows>(at, chunk));
       const int tile_row = warpgroup * 64 + at;
-      if (tile_row < field<kNumRows>()) {
-        *reinterpret_cast<uint4*>(output_row<Layout>(args, base, query.stage, tile_row) + chunk * 8) = words;
-      }
+      Element* target =
+          output_row<Layout>(args, work.first_token, work.kv_head, tile_row) + chunk * 8;
+      if (tile_row < work.num_rows) *reinterpret_cast<uint4*>(target) = words;
     }
     __syncwarp();
   }
@@ -393,12 +414,13 @@ struct PrefillConsumer {
       wait_barrier(Layout::query_ready(base, query.stage), query.parity);
       if (field<kKvHead>() < 0) return;
       Outputs outputs;
-      const bool has_outputs = attend(outputs);
+      float factors[2];
+      const bool has_outputs = attend(outputs, factors);
       if constexpr (Layout::kIsSplit) {
         merger().store(outputs, softmax, has_outputs);
         merger().merge();
       } else {
-        if (has_outputs) store(outputs);
+        if (has_outputs) store(outputs, factors);
       }
       if (is_lane_0()) arrive(Layout::query_free(base, query.stage));
       query.advance();

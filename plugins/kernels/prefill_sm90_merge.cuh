@@ -11,12 +11,10 @@ namespace paged_trt {
 // Row of the output that a row of a query tile goes to.
 template <class Layout>
 __device__ __forceinline__ typename Layout::Type* output_row(const PrefillSm90Args& args,
-                                                             unsigned base, uint32_t stage,
+                                                             int32_t first_token, int32_t kv_head,
                                                              int row) {
-  const int64_t token =
-      Layout::template work_field<kFirstToken>(base, stage) + row / Layout::kGroup;
-  const int head =
-      Layout::template work_field<kKvHead>(base, stage) * Layout::kGroup + row % Layout::kGroup;
+  const int64_t token = first_token + row / Layout::kGroup;
+  const int head = kv_head * Layout::kGroup + row % Layout::kGroup;
   return static_cast<typename Layout::Type*>(args.output) + token * args.output_token_stride +
          head * Layout::kValueDim;
 }
@@ -81,44 +79,65 @@ struct TileMerger {
   __device__ __forceinline__ void merge() const {
     __syncwarp();
     sync_cluster();
-    const int32_t size = Layout::cluster_size(),
-                  kv_head = Layout::template work_field<kKvHead>(base, stage);
-    const int thread = thread_here(), lane = thread & 31;
-    const int warp = warpgroup * 4 + (thread / 32 & 3);
-    for (int row = Layout::cluster_rank() * 8 + warp;
-         row < Layout::template work_field<kNumRows>(base, stage); row += size * 8) {
-      const int head = kv_head * Layout::kGroup + row % Layout::kGroup;
-      float top = args.sinks[head] * kLog2E, sum = 0.f;
-      for (int32_t rank = 0; rank < size; ++rank) {
-        const float2 stats = load_pair(of_block(base + Layout::kStatsAt + row * 8, rank));
-        if (stats.y != 0.f) top = fmaxf(top, stats.x);
-      }
-      float total[Layout::kValueDim / 32] = {};
-      for (int32_t rank = 0; rank < size; ++rank) {
-        const float2 stats = load_pair(of_block(base + Layout::kStatsAt + row * 8, rank));
-        if (stats.y == 0.f) continue;  // saw nothing, and left no outputs
-        const float weight = exp2_approx(stats.x - top);
-        sum += weight * stats.y;
-        const unsigned at =
-            of_block(base + Layout::kKeysAt + row * Layout::kPartialStride + lane * 8, rank);
-#pragma unroll
-        for (int i = 0; i < Layout::kValueDim / 64; ++i) {
-          const float2 pair = load_pair(at + i * 256);
-          total[2 * i] += weight * pair.x;
-          total[2 * i + 1] += weight * pair.y;
-        }
-      }
-      if (top != minus_infinity()) sum += exp2_approx(args.sinks[head] * kLog2E - top);
-      const float factor = normaliser(sum, 1.f);
-      uint32_t* out =
-          reinterpret_cast<uint32_t*>(output_row<Layout>(args, base, stage, row)) + lane;
-#pragma unroll
-      for (int i = 0; i < Layout::kValueDim / 64; ++i) {
-        out[i * 32] = pack<Element>(total[2 * i] * factor, total[2 * i + 1] * factor);
-      }
+    const QueryWork work = Layout::read_work(base, stage);
+    const int32_t size = Layout::cluster_size();
+    const int warp = warpgroup * 4 + (thread_here() / 32 & 3);
+    for (int row = Layout::cluster_rank() * 8 + warp; row < work.num_rows; row += size * 8) {
+      merge_row(row, work, size);
     }
     __syncwarp();
     sync_cluster();  // nobody leaves while its shared memory is read
+  }
+
+  // One warp; each lane knows the statistics of one block's share and holds some columns.
+  __device__ __forceinline__ void merge_row(int row, const QueryWork& work, int32_t size) const {
+    const int lane = thread_here() & 31;
+    float2 stats = make_float2(0.f, 0.f);
+    if (lane < size) stats = load_pair(of_block(base + Layout::kStatsAt + row * 8, lane));
+    const bool has_seen = stats.y != 0.f;  // otherwise it may have left no outputs
+    const int head = work.kv_head * Layout::kGroup + row % Layout::kGroup;
+    const float sink = args.sinks[head] * kLog2E;
+    const float top = fmaxf(maximum_of_shares(has_seen ? stats.x : kNoScore), sink);
+    const float weight = has_seen ? exp2_approx(stats.x - top) : 0.f;
+    const float sum = sum_of_shares(has_seen ? weight * stats.y : 0.f) + exp2_approx(sink - top);
+    float total[Layout::kValueDim / 32] = {};
+    const unsigned at = base + Layout::kKeysAt + row * Layout::kPartialStride + lane * 8;
+#pragma unroll 4
+    for (int32_t rank = 0; rank < size; ++rank) {
+      const float of_rank = __shfl_sync(kAllLanes, weight, rank);
+      const unsigned place = of_block(at, rank);
+#pragma unroll
+      for (int i = 0; i < Layout::kValueDim / 64; ++i) {
+        const float2 pair = load_pair(place + i * 256);
+        // What a block left unwritten can be NaN.
+        total[2 * i] += of_rank == 0.f ? 0.f : of_rank * pair.x;
+        total[2 * i + 1] += of_rank == 0.f ? 0.f : of_rank * pair.y;
+      }
+    }
+    const float factor = normaliser(sum, 1.f);
+    Element* target = output_row<Layout>(args, work.first_token, work.kv_head, row);
+    uint32_t* out = reinterpret_cast<uint32_t*>(target) + lane;
+#pragma unroll
+    for (int i = 0; i < Layout::kValueDim / 64; ++i) {
+      out[i * 32] = pack<Element>(total[2 * i] * factor, total[2 * i + 1] * factor);
+    }
+  }
+
+  // Over the lanes of up to 8 shares, in every lane.
+  static __device__ __forceinline__ float maximum_of_shares(float value) {
+#pragma unroll
+    for (int distance = 1; distance < 8; distance *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
+    }
+    return __shfl_sync(kAllLanes, value, 0);
+  }
+
+  static __device__ __forceinline__ float sum_of_shares(float value) {
+#pragma unroll
+    for (int distance = 1; distance < 8; distance *= 2) {
+      value += __shfl_xor_sync(kAllLanes, value, distance);
+    }
+    return __shfl_sync(kAllLanes, value, 0);
   }
 };
 

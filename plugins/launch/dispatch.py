@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -60,6 +61,8 @@ append itself may follow the very kernel that wrote them."""
 FIRST_OVERLAP_ARCH: Final = 90
 MOST_PREPARED: Final = 128
 """Step sizes that a plugin instance keeps ready."""
+
+_LOG: Final = logging.getLogger("paged_trt")
 
 Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
@@ -156,7 +159,9 @@ class PreparedStep:
         make_clear: ClearMaker = MemoryClear,
     ) -> None:
         self.request = request
-        self.plan = planner.plan(request).plan
+        planned = planner.plan(request)
+        self.plan = planned.plan
+        _LOG.debug("%s: %s, by %s", request.step, planned.plan, planned.source.value)
         self.paths = kernel_paths(request, self.plan)
         self.addresses = addresses
         self._operator = operator

@@ -1,12 +1,14 @@
 """Times the prefill kernels: CUDA-graph replay after an idle gap, median, random page order.
 
 python tests/gpu/bench_prefill.py [--kernels hopper,portable] [--cells 1x1k,...] [--kv float8]
-    [--head-dim 128] [--window -1] [--spread 1] [--tiles] [--results FILE]
+    [--head-dim 128] [--window -1] [--spread 1] [--tiles] [--suite] [--results FILE]
 
 A step's inputs are made on the device. Kernels take turns within a cell, and each replay of about
 8 ms follows an idle gap: these kernels draw all the power that the card may, and without the gap
 one kernel's heat sets the clock of the next. `--tiles` also times other tiles of the portable
-kernel than its table's. `--results` writes rows of the schema of tests/bench/results.
+kernel than its table's. `--suite` times what the results file of prefill holds, instead of what
+the other options say: all cells, then one cell with other types, dims and features. `--results`
+writes rows of the schema of tests/bench/results, and what they were measured on.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from gpu.decode_cases import Case, Inputs
 from gpu.prefill_device import PrefillStep
 from gpu.prefill_sm90_device import PrefillSm90Step
 
+from paged_trt.plugins import cuda
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.kernels_prefill import PrefillTile, prefill_tile
 
@@ -88,6 +91,20 @@ CELLS = (
     Cell(name="256-on-32k", sequences=[(256, 32512)]),
     Cell(name="32-decodes+512", sequences=[(1, 4095)] * 32 + [(512, 0)]),
 )
+SUITE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (",".join(cell.name for cell in CELLS), {"kernels": "hopper"}),
+    ("1x1k,1x8k,4x4k,2k-on-32k,64-on-8k", {"kernels": "portable"}),
+    ("1x8k", {"kernels": "hopper", "spread": 6.0}),
+    ("1x8k,2k-on-32k", {"kernels": "hopper", "spread": 25.0}),
+    ("1x8k", {"kernels": "hopper", "rope": 1}),
+    ("1x1k", {"kernels": "hopper", "rope": 1}),
+    ("1x8k", {"kernels": "hopper", "dtype": "float16"}),
+    ("1x8k,4x4k", {"kernels": "hopper", "head_dim": 64}),
+    ("1x8k,4x4k", {"kernels": "hopper", "head_dim": 256}),
+    ("1x8k", {"kernels": "hopper", "window": 1024}),
+    ("1x8k", {"kernels": "hopper", "softcap": 30.0}),
+)
+"""Names of cells, and options."""
 OTHER_TILES = (
     PrefillTile(rows=128, tokens=64, warps=4, stages=1),
     PrefillTile(rows=128, tokens=64, warps=4, stages=2),
@@ -258,6 +275,7 @@ def bench_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
                 "window": case.window,
                 "rope": case.rope,
                 "softcap": case.softcap,
+                "spread": options.spread,
                 "batch": len(cell.sequences),
                 "query_lens": list(case.new_tokens),
                 "kv_lens": list(case.lengths),
@@ -295,19 +313,46 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--softcap", type=float, default=0.0)
     parser.add_argument("--spread", type=float, default=1.0, help="factor of the queries")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--suite", action="store_true")
     parser.add_argument("--results", type=Path)
     return parser.parse_args()
 
 
+def matmul_tflops() -> float:
+    """What a bf16 product of 8192^3 reaches here and now."""
+    import torch
+
+    matrix = torch.randn(8192, 8192, device="cuda").bfloat16()
+    times = measure({"matmul": lambda: torch.matmul(matrix, matrix)}, 1500)["matmul"]
+    return round(2 * 8192**3 / statistics.median(times) / 1e6, 1)
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], matmul: float) -> None:
+    import torch
+
+    record = {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": cuda.nvrtc_version(),
+        "ceilings": {"matmul_TFLOPs": matmul},
+        "rows": rows,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
+    chosen = options.cells.split(",") if options.cells else [cell.name for cell in CELLS]
+    return [row for cell in CELLS if cell.name in chosen for row in bench_cell(cell, options)]
+
+
 def main() -> None:
     options = parse()
-    chosen = options.cells.split(",") if options.cells else [cell.name for cell in CELLS]
+    matmul = matmul_tflops()
+    print(f"bf16 matmul 8192^3: {matmul} TFLOP/s")  # noqa: T201
     rows = []
-    for cell in CELLS:
-        if cell.name in chosen:
-            rows += bench_cell(cell, options)
-    if options.results:
-        options.results.write_text(json.dumps(rows, indent=1) + "\n")
+    for cells, others in SUITE if options.suite else ((options.cells, {}),):
+        rows += bench(argparse.Namespace(**{**vars(options), **others, "cells": cells}))
+        if options.results:  # what there is, should the rest not come to its end
+            write_results(options.results, rows, matmul)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ class _Log:
         self.text += text
 
 
+@functools.cache
 def compile_kernel(kernel: KernelKey) -> tuple[bytes, str]:
     """Machine code and log, with a proof that Python and CUDA agree on the shared memory."""
     build = prefill_sm90_build(kernel)
