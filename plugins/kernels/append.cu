@@ -1,8 +1,9 @@
 // Append: rotate the new keys, quantise, and write keys and values through the page table.
 //
 // Grid: (tiles of tokens_per_block token rows, slices of a tile's items). An item is two chunks of
-// eight elements: two 16-byte loads, two stores, and where keys are rotated the eight pairs that
-// share their angles. Padding rows and pages that do not exist are not written. Queries are rotated
+// eight elements: two 16-byte loads, two stores. They lie half a head apart, so that a warp reads and
+// writes without gaps, and so that where a key turns half-split they are each other's partners.
+// Padding rows and pages that do not exist are not written. Queries are rotated
 // where they are read, by the attention kernel: here they would cost a copy of their own.
 #include "decode_config.cuh"
 #include "dependent_launch.cuh"
@@ -51,24 +52,34 @@ __device__ __forceinline__ void rotate_pair(float& first, float& second, float c
   second = turned(partner, own, cosine, sine, false);
 }
 
-// The eight pairs of an item. `angles` starts at the first one's cosine.
-__device__ __forceinline__ void rotate_item(float (&values)[2][kChunk], const float* angles,
-                                            int32_t rope, int32_t rotary_dim) {
-  float cosines[kChunk], sines[kChunk];
+__device__ __forceinline__ void load_angles(float (&angles)[4], const float* place) {
+  *reinterpret_cast<float4*>(angles) = __ldg(reinterpret_cast<const float4*>(place));
+}
+
+// Eight pairs, an element of each in both chunks. `angles` starts at the first one's cosine.
+__device__ __forceinline__ void rotate_halves(float (&values)[2][kChunk], const float* angles,
+                                              int32_t rotary_dim) {
 #pragma unroll
   for (int i = 0; i < kChunk; i += 4) {
-    *reinterpret_cast<float4*>(&cosines[i]) = *reinterpret_cast<const float4*>(angles + i);
-    *reinterpret_cast<float4*>(&sines[i]) =
-        *reinterpret_cast<const float4*>(angles + rotary_dim / 2 + i);
-  }
+    float cosines[4], sines[4];
+    load_angles(cosines, angles + i);
+    load_angles(sines, angles + rotary_dim / 2 + i);
 #pragma unroll
-  for (int i = 0; i < kChunk; i++) {
-    if (rope == kRopeInterleaved) {
-      rotate_pair(values[i / 4][2 * i % kChunk], values[i / 4][2 * i % kChunk + 1], cosines[i],
-                  sines[i]);
-    } else {
-      rotate_pair(values[0][i], values[1][i], cosines[i], sines[i]);
+    for (int j = 0; j < 4; j++) {
+      rotate_pair(values[0][i + j], values[1][i + j], cosines[j], sines[j]);
     }
+  }
+}
+
+// Four pairs of neighbours. `angles` starts at the first one's cosine.
+__device__ __forceinline__ void rotate_neighbours(float (&values)[kChunk], const float* angles,
+                                                  int32_t rotary_dim) {
+  float cosines[4], sines[4];
+  load_angles(cosines, angles);
+  load_angles(sines, angles + rotary_dim / 2);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    rotate_pair(values[2 * j], values[2 * j + 1], cosines[j], sines[j]);
   }
 }
 
@@ -135,14 +146,18 @@ struct Item {
     head = is_key ? local / kKeyItems : local / kValueItems;
     index = local - head * (is_key ? kKeyItems : kValueItems);
     dim = is_key ? kHeadDim : kValueDim;
-    starts[0] = index * 2 * kChunk, starts[1] = starts[0] + kChunk;
-    if (kHasRope && args.rope == kRopeHalfSplit && turns_whole(args)) {
-      starts[0] = index * kChunk, starts[1] = starts[0] + args.rotary_dim / 2;
+    // The part that turns, the part behind it, or all: two chunks half of it apart.
+    int32_t begin = 0, length = dim;
+    if (kHasRope && is_key && turns_whole_chunks(args)) {
+      const bool turns = index * 2 * kChunk < args.rotary_dim;
+      begin = turns ? 0 : args.rotary_dim;
+      length = turns ? args.rotary_dim : dim - args.rotary_dim;
     }
+    starts[0] = begin + (index - begin / (2 * kChunk)) * kChunk, starts[1] = starts[0] + length / 2;
   }
 
-  __device__ __forceinline__ bool turns_whole(const AppendArgs& args) const {
-    return is_key && args.rotary_dim % (2 * kChunk) == 0 && index * 2 * kChunk < args.rotary_dim;
+  static __device__ __forceinline__ bool turns_whole_chunks(const AppendArgs& args) {
+    return args.rotary_dim % (2 * kChunk) == 0;
   }
 
   template <class Activation>
@@ -156,15 +171,21 @@ template <class Activation, class ItemPlace, bool kHasRope>
 __device__ __forceinline__ void rotate(float (&values)[2][kChunk], const AppendArgs& args,
                                        const ItemPlace& item, int32_t token, int64_t position) {
   if constexpr (kHasRope) {
+    if (!item.is_key || item.starts[0] >= args.rotary_dim) return;
     const float* angles = args.rope_cos_sin + position * args.rotary_dim;
-    if (item.turns_whole(args)) {
-      rotate_item(values, angles + item.index * kChunk, args.rope, args.rotary_dim);
-    } else if (item.is_key && args.rotary_dim % (2 * kChunk) != 0) {
+    if (!ItemPlace::turns_whole_chunks(args)) {
       const auto* head = item.template source<Activation>(args, token);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         rotate_elements(values[i], head, item.starts[i], angles, args.rope, args.rotary_dim);
       }
+    } else if (args.rope == kRopeInterleaved) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        rotate_neighbours(values[i], angles + item.starts[i] / 2, args.rotary_dim);
+      }
+    } else {
+      rotate_halves(values, angles + item.starts[0], args.rotary_dim);
     }
   }
 }

@@ -50,11 +50,11 @@ __device__ __forceinline__ void clear_padding_rows(const DecodeCounterArgs& args
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kBlocks, int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+          int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
     decode_balanced(const __grid_constant__ DecodeCounterArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
-                              kHeadTiles, kFeatures, true>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
+                              kFeatures, true>;
   static_assert(kChunkTokens % Config::kTokens == 0, "a step does not cross a cut");
   __shared__ CounterShared<Config> shared;
   __shared__ Schedule<DecodeCounterArgs> schedule;

@@ -104,12 +104,12 @@ __device__ __forceinline__ void decode_in_cluster(ClusterShared<Config>& shared,
 #endif
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kBlocks, int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+          int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
     decode_cluster(const __grid_constant__ DecodeDirectArgs args) {
 #if __CUDA_ARCH__ >= 900
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
-                              kHeadTiles, kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
+                              kFeatures, false>;
   __shared__ ClusterShared<Config> shared;
   allow_next_kernel();
   decode_in_cluster<Config>(shared, args);

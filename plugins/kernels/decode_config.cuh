@@ -17,15 +17,19 @@ __device__ constexpr int tiles_per_step(int row_bytes) {
   return row_bytes <= 128 ? 2 : 1;
 }
 
-// Steps whose keys and values are in registers at once, where a warp may have 255. 185 leaves some 70 of 255 registers for
+// Steps whose keys and values are in registers at once. 185 leaves some 70 of 255 registers for
 // addresses and operands; beyond it the compiler spills.
 __device__ constexpr int steps_in_flight(int registers_per_step, int other_registers) {
   return 2 * registers_per_step + other_registers <= 185 ? 2 : 1;
 }
 
-// `kBlocks` blocks of `kWarps` warps are to fit a multiprocessor.
+// Eight warps per multiprocessor with up to 255 registers each read as fast as twelve with 168. And
+// where three blocks fit, a grid that fills two thirds of them is placed badly behind a kernel of
+// its own kind, which it may overlap.
+__device__ constexpr int blocks_per_multiprocessor(int warps) { return warps >= 8 ? 1 : 8 / warps; }
+
 template <class Activation, class Kv, int kHeadDim_, int kValueDim_, int kGroup_, int kWarps_,
-          int kBlocks, int kHeadTiles_, int kFeatures, bool kPreferDeep>
+          int kHeadTiles_, int kFeatures, bool kPreferDeep>
 struct DecodeConfig {
   using activation_type = Activation;
   using mma_type = MmaType<Activation, Kv>;
@@ -56,7 +60,7 @@ struct DecodeConfig {
   static constexpr bool kShareQuery = !kHoldQuery || kHasRope;
   static constexpr int kAccumulators = (kValueDim / 4 + kTiles * 4) * kHeadTiles;
   static constexpr int kDepth =
-      !kPreferDeep || kBlocks * kWarps > 8
+      !kPreferDeep
           ? 1
           : steps_in_flight(sizeof(Keys) / 4 + sizeof(Values) / 4,
                             kAccumulators + (kHoldQuery ? kQueryRegisters : 0));

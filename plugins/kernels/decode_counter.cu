@@ -38,11 +38,11 @@ __device__ __forceinline__ void decode_share(CounterShared<Config>& shared,
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kBlocks, int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+          int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
     decode_counter(const __grid_constant__ DecodeCounterArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
-                              kHeadTiles, kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
+                              kFeatures, false>;
   __shared__ CounterShared<Config> shared;
   allow_next_kernel();
   for (int32_t sequence = blockIdx.z; sequence < args.num_seqs; sequence += gridDim.z) {

@@ -25,11 +25,11 @@ __device__ __forceinline__ void decode_direct_sequence(DecodeShared<Config>& sha
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kBlocks, int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+          int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
     decode_direct(const __grid_constant__ DecodeDirectArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
-                              kHeadTiles, kFeatures, true>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
+                              kFeatures, true>;
   __shared__ DecodeShared<Config> shared;
   allow_next_kernel();
   const HeadRange heads = heads_of_block<Config>(blockIdx.y, blockIdx.x);

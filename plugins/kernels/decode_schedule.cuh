@@ -1,8 +1,9 @@
 // A device-side schedule: the keys of a ragged batch, cut into equal runs, one for each block.
 //
 // Every block derives its own run from the lengths, so there is no kernel ahead, no copy to the
-// host and nothing that a captured graph would freeze. A run may cover the end of one (sequence,
-// block of heads), several whole ones and the start of another.
+// host and nothing that a captured graph would freeze. A run may cover the end of one column, a
+// (sequence, block of heads), several whole ones and the start of another. Where the lengths are
+// so even that whole columns do it as well, nothing is cut and nothing has to be merged.
 #pragma once
 
 #include "partitions.cuh"
@@ -15,7 +16,7 @@ constexpr int kChunkTokens = 64;
 // What a piece costs besides its chunks, in chunks: its first loads and its merge.
 constexpr int kPieceCost = 2;
 
-// Part of the keys of one (sequence, block of heads), all of them where it has no neighbours.
+// Part of the keys of one column, all of them where it has no neighbours.
 struct Piece {
   int32_t sequence, column;  // column: kv head * blocks of heads + block of heads
   KeyRange keys;
@@ -30,14 +31,26 @@ class Schedule {
  public:
   // `columns` is the number of blocks of heads of a sequence. The first warp calls it.
   __device__ __forceinline__ void begin(const Args& args, int32_t columns) {
-    const int64_t total = static_cast<int64_t>(sum_of_costs(args)) * columns;
-    const int64_t per_block = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(1));
-    const int64_t unit = min(per_block * blockIdx.x, total);
+    const Costs costs = sum_costs(args);
+    const int64_t total = static_cast<int64_t>(costs.sum) * columns;
+    const int64_t num_columns = static_cast<int64_t>(costs.count) * columns;
+    const int64_t even = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(1));
+    const int64_t whole = (num_columns + gridDim.x - 1) / gridDim.x;
+    const bool cuts = whole * costs.most > even + even / 32;
+    const int64_t run = cuts ? even : whole, all = cuts ? total : num_columns;
+    const int64_t unit = min(run * blockIdx.x, all), end = min(unit + run, all);
     if (threadIdx.x == 0) {
-      columns_ = columns, per_block_ = per_block;
-      unit_ = unit, end_ = min(unit + per_block, total);
+      columns_ = columns, per_block_ = even, unit_ = unit, end_ = end, cuts_ = cuts;
     }
-    if (unit < total) seek(args, columns, unit);
+    if (unit < end) {
+      if (cuts) {
+        seek(args, columns, unit);
+      } else if (threadIdx.x == 0) {
+        // Padding rows are the last ones: the others are counted through.
+        sequence_ = unit / columns, column_ = unit % columns;
+        cost_ = cost_of(args, sequence_), offset_ = 0;
+      }
+    }
     if (threadIdx.x == 0) {
       make(args, 0);
       make(args, 1);
@@ -51,6 +64,12 @@ class Schedule {
   __device__ __forceinline__ void make(const Args& args, int32_t index) {
     Piece& piece = pieces_[index % 3];
     piece.exists = 0;
+    if (!cuts_) {
+      if (unit_ >= end_) return;
+      describe(args, piece, 0, cost_ - kPieceCost);
+      if (++unit_ < end_) advance(args);
+      return;
+    }
     while (unit_ < end_ && piece.exists == 0) {
       const int32_t count =
           static_cast<int32_t>(min(static_cast<int64_t>(cost_ - offset_), end_ - unit_));
@@ -90,10 +109,19 @@ class Schedule {
     return max((keys.end - start + kChunkTokens - 1) / kChunkTokens, 1) + kPieceCost;
   }
 
-  static __device__ __forceinline__ int32_t sum_of_costs(const Args& args) {
-    uint32_t sum = 0;
-    for (int32_t n = threadIdx.x & 31; n < args.num_seqs; n += 32) sum += cost_of(args, n);
-    return static_cast<int32_t>(__reduce_add_sync(kAllLanes, sum));
+  struct Costs {
+    int32_t sum, most, count;  // over sequences
+  };
+
+  static __device__ __forceinline__ Costs sum_costs(const Args& args) {
+    uint32_t sum = 0, most = 0, count = 0;
+    for (int32_t n = threadIdx.x & 31; n < args.num_seqs; n += 32) {
+      const uint32_t cost = cost_of(args, n);
+      sum += cost, most = max(most, cost), count += cost > 0;
+    }
+    return {static_cast<int32_t>(__reduce_add_sync(kAllLanes, sum)),
+            static_cast<int32_t>(__reduce_max_sync(kAllLanes, most)),
+            static_cast<int32_t>(__reduce_add_sync(kAllLanes, count))};
   }
 
   // The sequence, column and offset of a unit.
@@ -135,7 +163,8 @@ class Schedule {
 
   Piece pieces_[3];
   int32_t columns_;
-  int64_t per_block_, unit_, end_;  // units: of cost, over blocks of heads in order
+  bool cuts_;
+  int64_t per_block_, unit_, end_;  // units: of cost over all columns in order, or whole columns
   int32_t sequence_, column_, offset_, cost_;
 };
 

@@ -38,11 +38,11 @@ __device__ __forceinline__ void decode_partition(DecodeShared<Config>& shared,
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kGroup, int kWarps,
-          int kBlocks, int kHeadTiles, int kFeatures>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+          int kHeadTiles, int kFeatures>
+__global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps))
     decode_split(const __grid_constant__ DecodeSplitArgs args) {
-  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kBlocks,
-                              kHeadTiles, kFeatures, false>;
+  using Config = DecodeConfig<Activation, Kv, kHeadDim, kValueDim, kGroup, kWarps, kHeadTiles,
+                              kFeatures, false>;
   __shared__ DecodeShared<Config> shared;
   allow_next_kernel();
   const HeadRange heads = heads_of_block<Config>(blockIdx.y, blockIdx.x % Config::kHeadBlocks);

@@ -98,7 +98,8 @@ def kernel_paths(
         )
     columns = request.step.num_seqs * block_columns(request.attention)
     if isinstance(plan, Direct) and columns <= multiprocessors(request):
-        # One block each and no more blocks: the kernel of large blocks, of which one is enough.
+        # No more blocks than multiprocessors: those of the counter kernel are larger, and one is
+        # enough.
         return (KernelPath.APPEND, KernelPath.DECODE_COUNTER)
     return (KernelPath.APPEND, *_DECODE_KERNELS[type(plan)])
 

@@ -31,14 +31,14 @@ from paged_trt.plugins.launch.plans import (
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.workspace import (
-    FULL_WARPS,
     HEADS_PER_TILE,
+    SMALL_BLOCK_WARPS,
     block_columns,
     decode_workspace,
     has_clusters,
     head_tiles,
-    multiprocessors,
-    resident_blocks,
+    sharing_slots,
+    sharing_warps,
     visible_pages,
 )
 from paged_trt.plugins.operands import Operand, StepShape
@@ -117,8 +117,8 @@ def kernel_build(key: KernelKey) -> KernelBuild:
     tiles = head_tiles(key.group_size, key.value_head_dim)
     if key.path is KernelPath.DECODE_CLUSTER and key.head_dim > WIDEST_CLUSTER_KEYS:
         tiles = 1
-    warps, blocks = decode_block(key, tiles)
-    block = f"{key.group_size}, {warps}, {blocks}, {tiles}, {key.features.value}"
+    warps = decode_warps(key)
+    block = f"{key.group_size}, {warps}, {tiles}, {key.features.value}"
     name = f"{key.path.value}<{activation}, {kv}, {dims}, {block}>"
     return _build(key, name, warps * 32, tiles)
 
@@ -148,27 +148,25 @@ def _check(key: KernelKey) -> None:
             )
 
 
-def decode_block(key: KernelKey, tiles: int) -> tuple[int, int]:
-    """Warps of a decode block, and blocks that a multiprocessor holds.
+def decode_warps(key: KernelKey) -> int:
+    """Warps of a decode block.
 
-    A direct or balanced grid is large, so a multiprocessor holds several blocks. Where blocks
-    share the keys of a sequence, there is about one for each multiprocessor, so the block has all
-    eight warps, as long as their accumulators fit the 48 KB of static shared memory.
+    A direct or balanced grid is large: two small blocks on a multiprocessor cover each other's
+    starts and ends.
     """
     if key.path in {KernelPath.DECODE_DIRECT, KernelPath.DECODE_BALANCED}:
-        dims = (key.head_dim, key.value_head_dim, key.group_size)
-        return FULL_WARPS, resident_blocks(*dims, kv_itemsize=key.kv_cache_dtype.itemsize)
-    return (8, 1) if tiles * HEADS_PER_TILE * key.value_head_dim <= 1024 else (4, 2)
+        return SMALL_BLOCK_WARPS
+    return sharing_warps(key.group_size, key.value_head_dim)
 
 
 def decode_candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
     """Plans of a decode step that are worth timing; some may pass a plan's workspace."""
     columns = request.step.num_seqs * block_columns(request.attention)
-    pages, units = visible_pages(request), multiprocessors(request)
+    pages, units = visible_pages(request), sharing_slots(request)
     plans: list[AttentionPlan] = [Direct()]
     if request.step.num_seqs > 1:
         plans.append(Balanced())
-    # From half a block for each multiprocessor to four.
+    # From half of the blocks that the device holds to four times as many.
     shares = [n for n in range(2, MOST_COUNTER_BLOCKS + 1) if units <= 2 * n * columns <= 8 * units]
     if has_clusters(request.arch):
         plans += [Cluster(blocks=size) for size in CLUSTER_BLOCKS if size in shares]

@@ -33,30 +33,32 @@ from paged_trt.plugins.launch.workspace import (
     has_clusters,
     multiprocessors,
     plan_workspace_bytes,
+    sharing_slots,
     visible_pages,
 )
 
-DIRECT_FACTOR: Final = 1.5
-"""Blocks per multiprocessor from which a direct decode reads as fast as a shared one (measured
-on an H200: 200 blocks on 132 multiprocessors)."""
-BALANCE_FACTOR: Final = 0.75
-"""Blocks per multiprocessor from which sharing the batch beats sharing each sequence."""
+# Measured on an H200 of 132 multiprocessors.
+FULL_FACTOR: Final = 0.75
+"""Blocks per multiprocessor from which one block for each (sequence, key head) fills the device."""
 DIRECT_TOKENS: Final = 512
 """So few keys are read faster than blocks merge through memory."""
+UNEVEN_TOKENS: Final = 4096
+"""Longest sequences of a batch from which a schedule pays: it costs an even batch 3%, and without
+it an uneven one takes as long as an even one of its longest sequence."""
 SMALLEST_SHARE: Final = 64
 """Tokens below which a block of a cluster has too little to read."""
-BALANCE_TOKENS: Final = 2048
-"""Longest sequences from which uneven lengths cost more than a schedule."""
 CLUSTER_TOKENS: Final = 1024
-"""Longest sequences for which clusters of eight win: beyond, they leave multiprocessors idle."""
-CLUSTER_SHARES: Final = {2: 2.0, 4: 0.75, 8: 0.5}
-"""Share of the multiprocessors up to which clusters of a size run at once: a cluster needs all of
-its blocks in one group of multiprocessors, and groups are of uneven sizes."""
-MOST_HEURISTIC_BLOCKS: Final = 32
+"""Longest sequences for which a cluster pays that leaves multiprocessors idle."""
+FULL_CLUSTERS: Final = 0.75
+"""Share of the blocks that the device holds from which clusters pay for longer sequences too."""
+CLUSTER_SHARES: Final = {2: 1.0, 4: 0.75, 8: 0.5}
+"""Share of the blocks that the device holds up to which clusters of a size run at once: a cluster
+needs all of its blocks in one group of multiprocessors, and groups are of uneven sizes."""
+MOST_HEURISTIC_BLOCKS: Final = 36
 """Beyond so many partials a merge kernel is faster than one last block."""
-MOST_SLOTS: Final = 2 * 3 * MOST_MULTIPROCESSORS
-"""Partials that no heuristic plan passes: two of each of three blocks on every
-multiprocessor."""
+MOST_SLOTS: Final = 2 * 2 * MOST_MULTIPROCESSORS
+"""Partials that no heuristic plan passes: two of each of two blocks on every
+multiprocessor of a balanced decode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,22 +158,24 @@ def candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
 
 
 def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
-    """About one block for each multiprocessor, or two where blocks are small."""
+    """As many blocks as the device holds, or one for each (sequence, key head) if that fills it."""
     attention, num_seqs = request.attention, request.step.num_seqs
     columns = num_seqs * block_columns(attention)
-    units = multiprocessors(request)
     pages = visible_pages(request)
     tokens = tokens_in_pages(pages)
-    if num_seqs > 1 and columns >= BALANCE_FACTOR * units and tokens > BALANCE_TOKENS:
+    if num_seqs > 1 and tokens > UNEVEN_TOKENS:
         return Balanced()
-    if columns >= DIRECT_FACTOR * units:
+    if columns >= FULL_FACTOR * multiprocessors(request):
         return Direct()
-    blocks = max(2, units // columns)
+    blocks = sharing_slots(request) // columns
+    if blocks < 2:
+        # Two each would take two rounds.
+        return Balanced() if num_seqs > 1 and tokens > CLUSTER_TOKENS else Direct()
     if cluster := _cluster(request, columns, blocks):
         return cluster
-    if tokens <= DIRECT_TOKENS:
-        return Direct()
     blocks = min(blocks, pages)
+    if tokens <= DIRECT_TOKENS or blocks < 2:
+        return Direct()
     if blocks <= MOST_HEURISTIC_BLOCKS:
         return Counter(blocks=blocks)
     # Whole pages: a partition of that many tokens, rounded up to its last page.
@@ -180,17 +184,17 @@ def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
 
 
 def _cluster(request: AttentionPlanRequest, columns: int, blocks: int) -> Cluster | None:
-    """The largest cluster that leaves few multiprocessors idle, where clusters win."""
-    tokens = tokens_in_pages(visible_pages(request))
-    if not has_clusters(request.arch) or (blocks >= CLUSTER_BLOCKS[-1] and tokens > CLUSTER_TOKENS):
+    """The largest cluster that runs at once, where clusters win."""
+    if not has_clusters(request.arch):
         return None
-    units = multiprocessors(request)
+    tokens, slots = tokens_in_pages(visible_pages(request)), sharing_slots(request)
     fitting = [
         size
         for size in CLUSTER_BLOCKS
         if size <= blocks
         and size * SMALLEST_SHARE <= tokens
-        and size * columns <= CLUSTER_SHARES[size] * units
+        and size * columns <= CLUSTER_SHARES[size] * slots
+        and (tokens <= CLUSTER_TOKENS or size * columns >= FULL_CLUSTERS * slots)
     ]
     return Cluster(blocks=fitting[-1]) if fitting else None
 
@@ -202,9 +206,9 @@ def _reason(request: AttentionPlanRequest) -> str:
     tokens, units = tokens_in_pages(visible_pages(request)), multiprocessors(request)
     where = f"{columns} blocks of heads, up to {tokens} keys each, {units} multiprocessors"
     if isinstance(plan, Balanced):
-        return f"{where}: enough work to fill the device, shared evenly because lengths may differ"
+        return f"{where}: all keys are shared evenly, because long sequences may differ in length"
     if isinstance(plan, Direct):
-        if columns >= DIRECT_FACTOR * units:
+        if columns >= FULL_FACTOR * units:
             return f"{where}: one block each fills the device"
         return f"{where}: so few keys are read faster than blocks merge"
     if isinstance(plan, Cluster):

@@ -25,11 +25,11 @@ from paged_trt.plugins.operands import StepShape
 
 HEADS_PER_TILE: Final = 8
 """Query heads of one tensor-core tile."""
-FULL_WARPS: Final = 4
-"""Warps of a block where a multiprocessor holds several, which cover each other's starts."""
-LEAN_REGISTERS: Final = 124
-"""Registers of keys, values, queries and accumulators up to which three such blocks fit, of 168
-registers a thread, without a spill."""
+RESIDENT_WARPS: Final = 8
+"""Warps of a multiprocessor: with 255 registers each they read as fast as twelve with 168."""
+SMALL_BLOCK_WARPS: Final = 4
+LARGEST_SHARED_ACCUMULATORS: Final = 1024
+"""Value elements of all heads of a block up to which eight warps' share 48 KB of shared memory."""
 USUAL_MULTIPROCESSORS: Final = 132
 """Of an H100 or H200; taken where the device is not known."""
 MOST_MULTIPROCESSORS: Final = 256
@@ -70,20 +70,22 @@ def has_clusters(arch: str | None) -> bool:
     return architecture(arch) == FIRST_CLUSTER_ARCH
 
 
-def resident_blocks(
-    head_dim: int, value_head_dim: int, group_size: int, *, kv_itemsize: int
-) -> int:
-    """Blocks of FULL_WARPS warps that a multiprocessor holds at once.
+def sharing_warps(group_size: int, value_head_dim: int) -> int:
+    """Warps of a block that shares the keys of a sequence with others.
 
-    Three, or two with two steps of keys and values in flight, where three have too few registers.
+    There is about one such block for each multiprocessor, so it has all eight warps, as long as
+    their accumulators fit the static shared memory.
     """
-    heads = head_tiles(group_size, value_head_dim)
-    row_bytes = max(head_dim, value_head_dim) * kv_itemsize
-    tiles = 4 if row_bytes <= 64 else 2 if row_bytes <= 128 else 1
-    step = tiles * (head_dim + value_head_dim) * kv_itemsize // 8
-    query = head_dim // 8 * heads
-    registers = step + (value_head_dim // 4 + 4 * tiles) * heads + (query if query <= 16 else 0)
-    return 3 if registers <= LEAN_REGISTERS else 2
+    tiles = head_tiles(group_size, value_head_dim)
+    fits = tiles * HEADS_PER_TILE * value_head_dim <= LARGEST_SHARED_ACCUMULATORS
+    return RESIDENT_WARPS if fits else SMALL_BLOCK_WARPS
+
+
+def sharing_slots(request: AttentionPlanRequest) -> int:
+    """Such blocks that the device holds at once."""
+    attention = request.attention
+    warps = sharing_warps(attention.group_size, attention.value_head_dim)
+    return multiprocessors(request) * (RESIDENT_WARPS // warps)
 
 
 def multiprocessors(request: AttentionPlanRequest) -> int:
@@ -118,9 +120,7 @@ def plan_blocks(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
     if isinstance(plan, Cluster | Counter):
         return plan.blocks
     if isinstance(plan, Balanced):
-        attention, itemsize = request.attention, request.kv_cache_dtype.itemsize
-        dims = (attention.head_dim, attention.value_head_dim, attention.group_size)
-        return multiprocessors(request) * resident_blocks(*dims, kv_itemsize=itemsize)
+        return multiprocessors(request) * (RESIDENT_WARPS // SMALL_BLOCK_WARPS)
     step = request.step
     return split_partitions(plan, table_width=step.table_width, window=request.attention.window)
 
