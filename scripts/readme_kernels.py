@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import statistics
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +23,10 @@ def kernel_table(files: list[tuple[str, Results]], *, pictures: Path) -> str:
     """The newest file of a kind: what it says in a sentence, a picture, and every cell.
 
     Args:
-        files: names and contents, oldest first.
+        files: names and contents; the day counts, then the number of the run in the name.
         pictures: folder that may hold a picture beside each file.
     """
-    name, results = files[-1]
+    name, results = max(files, key=_when)
     lines = [_summary(name, results), ""]
     lost = [row for row in results.rows if row.get("ratio_to_best_peer", 0.0) > 1.0]
     if lost:
@@ -42,6 +44,12 @@ def kernel_table(files: list[tuple[str, Results]], *, pictures: Path) -> str:
     lines += [_line(row) for row in results.rows]
     lines += ["", f"Method: {results.method}.", *_notes(results), "", "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def _when(file: tuple[str, Results]) -> tuple[datetime.date, int]:
+    """Day of a run, and which of that day's runs it was."""
+    number = re.search(r"-\d{8}-(\d+)\.json$", file[0])
+    return file[1].date, int(number[1]) if number else 1
 
 
 def _summary(name: str, results: Results) -> str:

@@ -382,4 +382,8 @@ def test_the_readme_says_where_another_library_wins(tmp_path: Path) -> None:
     assert ".png" not in text
     path.with_suffix(".png").write_bytes(b"")
     assert "](tests/bench/results/decode-x.png)" in render(text, tmp_path)
+    later = results.model_copy(update={"rows": rows[1:]})
+    later.write(tmp_path / "decode-x-20261129-2.json")
+    results.write(tmp_path / "decode-x-20261129.json")
+    assert "decode-x-20261129-2.json" in render(text, tmp_path)
     assert render("<!-- results: append -->\nold\n<!-- end -->\n", tmp_path).count("\n") == 2
