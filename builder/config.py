@@ -37,6 +37,7 @@ class BuildConfig:
         logits: which token rows get logits.
         dtype: type to convert the model to; None keeps its own.
         attention_plan: explicit plan of the attention kernels; None lets the planner decide.
+        greedy_in_engine: let the engine choose the next tokens too.
         float16_sums: let TensorRT sum float16 products in float16, which is its own choice.
     """
 
@@ -51,6 +52,7 @@ class BuildConfig:
     logits: LogitsMode | str = LogitsMode.LAST
     dtype: DType | str | None = None
     attention_plan: str | None = None
+    greedy_in_engine: bool = False
     float16_sums: bool = False
 
 
@@ -88,6 +90,7 @@ def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:
             config.max_input_len if config.max_num_tokens is None else config.max_num_tokens
         ),
         reads_position_ids=facts.reads_position_ids,
+        greedy_in_engine=config.greedy_in_engine,
     )
 
 

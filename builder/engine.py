@@ -25,6 +25,7 @@ from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.sources import kernel_source_sha256
 from paged_trt.plugins.load_check import check_engine_table, table_from_network
 from paged_trt.plugins.manifest import BuildRecord, network_name
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.plugins.trt import LogLines, Route
 
@@ -205,11 +206,8 @@ class _Session:
 
     def _error(self, problem: str, lines: list[str] | None = None) -> BuildError:
         cause = CALLBACK_ERRORS.first
-        parts = [problem, *([] if cause is None else [str(cause)])]
         tail = "\n".join(lines or []) or self._lines.tail()
-        error = BuildError(": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else ""))
-        error.__cause__ = cause
-        return error
+        return tensorrt_error(BuildError, problem, log=tail, cause=cause)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
-from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.errors import PackageMissingError, UnsupportedError
 
 IMPLEMENTATION: Final = "paged_trt"
 """Name under which transformers knows this attention."""
@@ -61,7 +61,7 @@ def package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f"a direct export needs {error.name or name}, which is not installed; run "
             '`pip install "paged-trt[export]"`'
         ) from error

@@ -19,6 +19,7 @@ from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv_scales import read_scales_file, require_scales
+from paged_trt.plugins.launch.explicit import require_affordable
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AUTO, AttentionPlan, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -178,6 +179,9 @@ def _page_plan(
     spec: EngineSpec, model: ir.Model, request: BuildRequest, *, dialect: str
 ) -> PagePlan:
     initializers = model.graph.initializers.values()
+    explicit = _explicit_plan(request.config)
+    if explicit is not None:
+        require_affordable(explicit, largest_requests(spec))
     return PagePlan(
         spec=spec,
         model_name=request.model.name,
@@ -187,27 +191,33 @@ def _page_plan(
         * spec.kv_cache_dtype.itemsize,
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
-        workspace_bytes=max(_workspace_bytes(spec, _explicit_plan(request.config))),
+        workspace_bytes=max(workspace_bounds(spec, explicit)),
     )
 
 
-def _workspace_bytes(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
-    """Bound of each layer; TensorRT lets layers share one workspace."""
+def workspace_bounds(spec: EngineSpec, explicit: AttentionPlan | None) -> list[int]:
+    """Bytes of attention workspace that no step passes, for each layer.
+
+    TensorRT lets layers share one workspace: an engine needs the largest.
+    """
     planner = PolicyPlanner(explicit=explicit)
+    return [planner.workspace_bytes(request) for request in largest_requests(spec)]
+
+
+def largest_requests(spec: EngineSpec) -> list[AttentionPlanRequest]:
+    """The largest step of each layer, as far as an engine is known before its device is."""
     step = StepShape(
         num_tokens=spec.max_token_rows,
         num_seqs=spec.pool.max_batch_size,
         table_width=spec.pool.max_pages_per_seq,
     )
     return [
-        planner.workspace_bytes(
-            AttentionPlanRequest(
-                arch=None,
-                attention=layer,
-                activation_dtype=spec.activation_dtype,
-                kv_cache_dtype=spec.kv_cache_dtype,
-                step=step,
-            )
+        AttentionPlanRequest(
+            arch=None,
+            attention=layer,
+            activation_dtype=spec.activation_dtype,
+            kv_cache_dtype=spec.kv_cache_dtype,
+            step=step,
         )
         for layer in spec.layers
     ]

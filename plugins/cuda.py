@@ -16,13 +16,16 @@ from typing import Any, Final
 
 from paged_trt.plugins.errors import (
     ConfigError,
+    DeviceMissingError,
     ExecutionError,
     KernelCompileError,
+    PackageMissingError,
     UnsupportedError,
 )
 
 COMPILE_STANDARD: Final = "c++17"
 """The only compiler option besides the architecture and the include path."""
+_DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 _INSTALL: Final = 'install it with `pip install "paged-trt[cuda]"`'
 
 
@@ -71,7 +74,13 @@ def compile_cubin(
     log = io.StringIO()
     try:
         program = core.Program(source, "c++", options)
-        binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        try:
+            binary = program.compile("cubin", name_expressions=tuple(name_expressions), logs=log)
+        finally:
+            program.close()
+            # The frames of an error would keep it: one that the garbage collector takes apart
+            # prints a traceback of its own (cuda-core 1.2).
+            del program
     except Exception as error:  # cuda.core has no public base class for NVRTC's errors
         raise KernelCompileError(f"NVRTC refused a kernel for {arch}: {error}") from error
     names = {
@@ -92,7 +101,7 @@ def nvrtc_version() -> str:
 
         major, minor = check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     except (ImportError, RuntimeError) as error:
-        raise UnsupportedError(f"NVRTC is not installed ({error}); {_INSTALL}") from error
+        raise PackageMissingError(f"NVRTC is not installed ({error}); {_INSTALL}") from error
     return f"{major}.{minor}"
 
 
@@ -106,10 +115,10 @@ def cuda_headers() -> tuple[Path, ...]:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-pathfinder` is not installed; {_INSTALL}") from error
     found = find_nvidia_header_directory("cudart")
     if found is None:
-        raise UnsupportedError(f"the headers of CUDA are not installed; {_INSTALL}")
+        raise PackageMissingError(f"the headers of CUDA are not installed; {_INSTALL}")
     return (Path(found),)
 
 
@@ -123,7 +132,7 @@ def driver() -> Any:
     try:
         from cuda.bindings import driver as module
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-bindings` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-bindings` is not installed; {_INSTALL}") from error
     try:
         check(module.cuInit(0), "cuInit")
     except RuntimeError as error:  # also what the bindings raise where libcuda is missing
@@ -171,6 +180,40 @@ def multiprocessors(ordinal: int | None = None) -> int:
     return _device(ordinal)[1]
 
 
+def device_name(ordinal: int | None = None) -> str:
+    """Name of a device, such as `NVIDIA H200`.
+
+    Args:
+        ordinal: as in `device_arch`.
+
+    Raises:
+        UnsupportedError: there is no driver or no such device.
+    """
+    module = driver()
+    ordinal = _current(module) if ordinal is None else ordinal
+    _attributes(ordinal)
+    device = check(module.cuDeviceGet(ordinal), "cuDeviceGet")
+    name = check(module.cuDeviceGetName(256, device), "cuDeviceGetName")
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return text.partition("\0")[0]
+
+
+def driver_version() -> str:
+    """Version of CUDA that the driver serves, and its own where the system tells.
+
+    Raises:
+        UnsupportedError: there is no driver.
+    """
+    number = int(check(driver().cuDriverGetVersion(), "cuDriverGetVersion"))
+    served = f"CUDA {number // 1000}.{number % 1000 // 10}"
+    try:
+        text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return served
+    found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
+    return f"{found[0]}, {served}" if found else served
+
+
 def driver_available() -> bool:
     """Whether a CUDA device can be used."""
     try:
@@ -182,11 +225,13 @@ def driver_available() -> bool:
 
 def _device(ordinal: int | None) -> tuple[str, int]:
     module = driver()
-    if ordinal is None:
-        error, current = module.cuCtxGetDevice()
-        # No current context: CUDA's runtime would take the first device.
-        ordinal = 0 if int(error) else int(current)
-    return _attributes(ordinal)
+    return _attributes(_current(module) if ordinal is None else ordinal)
+
+
+def _current(module: Any) -> int:
+    error, current = module.cuCtxGetDevice()
+    # No current context: CUDA's runtime would take the first device.
+    return 0 if int(error) else int(current)
 
 
 @functools.cache
@@ -196,7 +241,7 @@ def _attributes(ordinal: int) -> tuple[str, int]:
     try:
         count = check(module.cuDeviceGetCount(), "cuDeviceGetCount")
         if not 0 <= ordinal < count:
-            raise UnsupportedError(
+            raise DeviceMissingError(
                 f"there is no CUDA device {ordinal}, this machine has {count}; pass `--device` "
                 "with a smaller number"
             )
@@ -215,9 +260,12 @@ def _attributes(ordinal: int) -> tuple[str, int]:
     return f"sm_{major}{minor}", units
 
 
-def _no_device(error: Exception) -> UnsupportedError:
-    return UnsupportedError(
-        f"no CUDA device can be used ({error}); run this on a machine with an NVIDIA driver"
+def _no_device(error: Exception) -> DeviceMissingError:
+    # The bindings' own message is about their search for libraries.
+    is_missing = type(error).__name__ == "DynamicLibNotFoundError"
+    reason = "there is no NVIDIA driver: libcuda is not found" if is_missing else str(error)
+    return DeviceMissingError(
+        f"no CUDA device can be used ({reason}); run this on a machine with an NVIDIA driver"
     )
 
 
@@ -225,5 +273,5 @@ def _core() -> Any:
     try:
         import cuda.core
     except ImportError as error:
-        raise UnsupportedError(f"`cuda-core` is not installed; {_INSTALL}") from error
+        raise PackageMissingError(f"`cuda-core` is not installed; {_INSTALL}") from error
     return cuda.core

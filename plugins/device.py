@@ -139,9 +139,18 @@ class Stream:
             "cuMemcpyDtoHAsync",
         )
 
-    def fill_zero(self, target: int, num_bytes: int) -> None:
-        """Set device memory to zero."""
-        check(self._driver.cuMemsetD8Async(target, 0, num_bytes, self._stream), "cuMemsetD8Async")
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy within the device."""
+        check(
+            self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream),
+            "cuMemcpyDtoDAsync",
+        )
+
+    def fill(self, target: int, num_bytes: int, *, byte: int) -> None:
+        """Set every byte of device memory."""
+        check(
+            self._driver.cuMemsetD8Async(target, byte, num_bytes, self._stream), "cuMemsetD8Async"
+        )
 
     def synchronize(self) -> None:
         """Wait for everything on the stream.
@@ -248,9 +257,9 @@ class KernelLaunch:
         grid: blocks.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
-        cluster: neighbouring blocks that run together and see each other's shared memory.
         overlaps: start while the kernel ahead on the stream is ending (programmatic dependent
             launch); the kernel waits for it before it reads what that one wrote.
+        cluster: blocks of a thread block cluster, along x; 1: none.
         driver: module of driver calls.
         label: the kernel, for messages.
     """
@@ -280,10 +289,9 @@ class KernelLaunch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        attributes = _launch_attributes(module, overlaps=overlaps, cluster=cluster)
+        attributes = launch_attributes(module, overlaps=overlaps, cluster=cluster)
         if attributes:
-            config.attrs = attributes
-            config.numAttrs = len(attributes)
+            config.attrs, config.numAttrs = attributes, len(attributes)
         self._arguments = (config, function, ctypes.addressof(self._parameters), 0)
         self._stream: int | None = None
 
@@ -328,7 +336,8 @@ class MemoryClear:
             raise KernelLaunchError(f"memory was not cleared: {_name(error)}")
 
 
-def _launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any]:
+def launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any]:
+    """Attributes of a launch, as in `KernelLaunch`."""
     kind = module.CUlaunchAttributeID
     attributes = []
     if overlaps:
@@ -339,8 +348,8 @@ def _launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any
     if cluster > 1:
         attribute = module.CUlaunchAttribute()
         attribute.id = kind.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dims = attribute.value.clusterDim
-        dims.x, dims.y, dims.z = cluster, 1, 1
+        dim = attribute.value.clusterDim
+        dim.x, dim.y, dim.z = cluster, 1, 1
         attributes.append(attribute)
     return attributes
 

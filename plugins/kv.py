@@ -194,6 +194,24 @@ class KvPoolSpec:
             max_kv_cache_capacity=tokens_in_pages(max_pages_per_seq),
         )
 
+    @classmethod
+    def fitting(cls, pool_bytes: int, *, token_bytes: int) -> KvPoolSpec:
+        """Pool as a kernel knows it, of as many pages as a block of memory holds.
+
+        Args:
+            pool_bytes: of the keys or of the values, whichever need more.
+            token_bytes: of one token in that pool.
+
+        Raises:
+            KvPoolError: not even one page fits.
+        """
+        _require_int("token_bytes", token_bytes, 1, INT32_MAX)
+        return cls(
+            num_pages=min(pool_bytes // (token_bytes * TOKENS_PER_PAGE), MAX_KV_POOL_PAGES),
+            max_batch_size=1,
+            max_kv_cache_capacity=1,
+        )
+
     @property
     def max_pages_per_seq(self) -> int:
         """Largest width of the page table."""
@@ -230,6 +248,10 @@ class KvPoolSpec:
         """Entries of the largest page table, `[max_batch_size, max_pages_per_seq]`."""
         return self.max_batch_size * self.max_pages_per_seq
 
+    def times(self, pages: int) -> int:
+        """How often `pages` different pages fit into the pool."""
+        return self.num_pages // pages
+
     def value_page_id(self, key_page_id: int) -> int:
         """Id of a value page in the combined view of one allocation, keys first.
 
@@ -257,9 +279,47 @@ class KvPoolSpec:
         return range(first, first + self.max_pages_per_seq)
 
 
+def tokens_in_last_page(num_tokens: int) -> int:
+    """Tokens in the last page that `num_tokens` tokens of one sequence span, 1 to 128.
+
+    Raises:
+        KvPoolError: `num_tokens` is not positive, no int, or over MAX_KV_CACHE_CAPACITY.
+    """
+    _require_int("num_tokens", num_tokens, 1, MAX_KV_CACHE_CAPACITY)
+    return (num_tokens - 1) % TOKENS_PER_PAGE + 1
+
+
 def page_of_position(position: int) -> int:
     """Index into a sequence's page-table row of the page that holds `position`."""
     return position // TOKENS_PER_PAGE
+
+
+def full_pages(num_tokens: int) -> int:
+    """Pages of a sequence whose every position is taken by its first `num_tokens` tokens.
+
+    Raises:
+        KvPoolError: `num_tokens` is negative, no int, or over MAX_KV_CACHE_CAPACITY.
+    """
+    _require_int("num_tokens", num_tokens, 0, MAX_KV_CACHE_CAPACITY)
+    return num_tokens // TOKENS_PER_PAGE
+
+
+def page_positions(index: int) -> slice:
+    """Positions of a sequence that its page number `index` holds."""
+    return slice(index * TOKENS_PER_PAGE, (index + 1) * TOKENS_PER_PAGE)
+
+
+def first_visible_page(past_len: int, window: int) -> int:
+    """First page of a sequence that its next token, or a later one, can see.
+
+    Args:
+        past_len: tokens in the pool; the next token has this position.
+        window: keys visible to the left, the token itself included, of the layer that sees
+            most; negative where it sees all.
+    """
+    if window < 0:
+        return 0
+    return max(0, past_len - window + 1) // TOKENS_PER_PAGE
 
 
 def table_width_buckets(pool: KvPoolSpec) -> tuple[int, ...]:

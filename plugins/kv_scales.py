@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +41,33 @@ def read_scales_file(path: Path) -> dict[str, Array]:
         raise ConfigError(
             f"`{path}` is no safetensors file of float32 tensors ({error}); write it again"
         ) from error
+
+
+def write_scales_file(
+    path: Path, scales: Mapping[str, npt.NDArray[np.float32]], *, metadata: Mapping[str, str]
+) -> None:
+    """Write a scales file beside its place, then rename it: a reader never sees half of it.
+
+    Args:
+        path: the file; one that is there is replaced.
+        scales: `kv_scales.{i}` -> `[2, num_kv_heads]` float32.
+        metadata: what they were made from, for people.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import safetensors.numpy
+
+    data = safetensors.numpy.save(dict(scales), metadata=dict(metadata))
+    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        Path(staged).chmod(0o644)
+        Path(staged).replace(path)
+    except BaseException:
+        Path(staged).unlink(missing_ok=True)
+        raise
 
 
 def require_scales(

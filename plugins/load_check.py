@@ -6,6 +6,7 @@ deserialized: both bring an `EngineTable`, so the check needs neither a GPU nor 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -151,6 +152,26 @@ def table_from_engine(engine: Any) -> EngineTable:
             )
         )
     return EngineTable(source="engine", name=engine.name, tensors=tuple(tensors))
+
+
+def engine_information(engine: Any) -> dict[str, Any]:
+    """What TensorRT itself says of a deserialized engine: layers, memory, aliases.
+
+    Args:
+        engine: TensorRT engine.
+    """
+    api = load()
+    table = table_from_engine(engine)
+    inspector = engine.create_engine_inspector()
+    layers = json.loads(inspector.get_engine_information(api.LayerInformationFormat.JSON))
+    return {
+        "name": engine.name,
+        "num_layers": int(engine.num_layers),
+        "num_profiles": int(engine.num_optimization_profiles),
+        "device_memory_bytes": int(engine.device_memory_size_v2),
+        "aliases": {each.name: each.alias_of for each in table.tensors if each.alias_of},
+        "layers": layers.get("Layers", []),
+    }
 
 
 def _alias(engine: Any, name: str) -> str | None:

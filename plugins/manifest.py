@@ -14,10 +14,12 @@ from paged_trt.plugins.engine_table import EngineTable
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
 from paged_trt.plugins.fields import ABI_VERSION
 from paged_trt.plugins.kv import TOKENS_PER_PAGE
+from paged_trt.plugins.path_hints import not_an_engine
 from paged_trt.plugins.tensors import EngineSpec, TensorSpec
 from paged_trt.plugins.version import version
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+"""Raised when a field of the spec is added: an older manifest says nothing of it."""
 MANIFEST_FILE: Final = "manifest.json"
 PLAN_FILE: Final = "model.plan"
 MODEL_FILE: Final = "model.onnx"
@@ -92,7 +94,7 @@ class SourceRecord(_Record):
 class EngineManifest(_Record):
     """Everything that the runtime must know before it opens a plan."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     created_by: str
     pool: PoolRecord
     spec: EngineSpec
@@ -316,11 +318,8 @@ def _read_json(path: Path) -> Any:
         if size > MAX_MANIFEST_BYTES:
             raise ManifestError(f"{path} has {size} bytes, over the limit of {MAX_MANIFEST_BYTES}")
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ManifestError(
-            f"{path} does not exist: {path.parent} is no engine directory; "
-            "make one with `paged-trt build MODEL.onnx -o ENGINE_DIR`"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ManifestError(not_an_engine(path.parent)) from error
     except OSError as error:
         raise ManifestError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

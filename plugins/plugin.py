@@ -20,6 +20,7 @@ from paged_trt.plugins.launch.kernels_decode import CallAddresses
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.operands import (
     ALIASES,
     Dims,
@@ -117,6 +118,8 @@ class PagedAttentionPlugin(
             self._arch = cuda.device_arch()
             self._num_multiprocessors = cuda.multiprocessors()
             KERNELS.warm(warm_keys(self._plan_request(_ANY_STEP)))
+            if self.spec.attention_plan is None:
+                self._planner = PolicyPlanner(explicit=None, tuned=tuned_plans())
 
     def get_aliased_input(self, output: int) -> int:
         """Input whose memory an output uses; must not raise: TensorRT would drop the alias."""

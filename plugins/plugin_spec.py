@@ -21,7 +21,14 @@ from paged_trt.plugins.fields import (
     INT_ATTRIBUTES,
     OperatorSpec,
 )
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
+from paged_trt.plugins.launch.plans import (
+    AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
+    Direct,
+    SplitKv,
+)
 from paged_trt.plugins.operands import LAYOUTS, InputLayout
 from paged_trt.plugins.trt import Route
 
@@ -32,8 +39,18 @@ SERIALIZED_FIELDS: Final = (ABI_FIELD, *INT_ATTRIBUTES, *FLOAT_ATTRIBUTES, *CODE
 """Names of the fields in a plan; a change needs a new ABI_VERSION."""
 
 _ROUTE_CODES: Final = {Route.PLUGIN: 0, Route.GQA: 1}
-_AUTO, _DIRECT, _SPLIT = 0, 1, 2
-"""Codes of `attention_plan`; append only, as all codes of a plan."""
+_AUTO, _DIRECT, _SPLIT, _CLUSTER, _COUNTER, _BALANCED = range(6)
+"""Codes of `attention_plan`; append only, as all codes of a plan. What shares keys among blocks
+has their number in `partition_tokens`."""
+_BLOCK_CODES: Final[dict[int, type[Cluster] | type[Counter]]] = {
+    _CLUSTER: Cluster,
+    _COUNTER: Counter,
+}
+_PLAIN_CODES: Final[dict[int, AttentionPlan | None]] = {
+    _AUTO: None,
+    _DIRECT: Direct(),
+    _BALANCED: Balanced(),
+}
 
 FieldArray = npt.NDArray[np.int32] | npt.NDArray[np.float32]
 FieldValue = int | float
@@ -125,17 +142,22 @@ def _to_array(value: FieldValue) -> FieldArray:
 def _plan_codes(plan: AttentionPlan | None) -> tuple[int, int, int]:
     if isinstance(plan, SplitKv):
         return _SPLIT, plan.partition_tokens, plan.threshold_tokens
-    return (_AUTO if plan is None else _DIRECT), 0, 0
+    if isinstance(plan, Cluster | Counter):
+        codes = {kind: code for code, kind in _BLOCK_CODES.items()}
+        return codes[type(plan)], plan.blocks, 0
+    return next(code for code, plain in _PLAIN_CODES.items() if plain == plan), 0, 0
 
 
 def _plan(codes: Mapping[str, int], where: str) -> AttentionPlan | None:
     kind, partition, threshold = (codes[name] for name in PLAN_FIELDS)
     if kind == _SPLIT:
         return SplitKv(partition_tokens=partition, threshold_tokens=threshold)
-    if kind not in (_AUTO, _DIRECT):
-        known = [_AUTO, _DIRECT, _SPLIT]
+    if kind in _BLOCK_CODES:
+        return _BLOCK_CODES[kind](blocks=partition)
+    if kind not in _PLAIN_CODES:
+        known = [_AUTO, _DIRECT, _SPLIT, _CLUSTER, _COUNTER, _BALANCED]
         raise SpecMismatchError("attention_plan", f"one of {known}", kind, where=where)
-    return None if kind == _AUTO else Direct()
+    return _PLAIN_CODES[kind]
 
 
 def _dtype(codes: Mapping[str, int], name: str, where: str) -> DType:

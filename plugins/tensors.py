@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import Final
 
-from paged_trt.plugins.attention import AttentionSpec
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, KV_CACHE_DTYPES, DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.kv import INT32_MAX, KvPoolSpec
@@ -30,6 +30,8 @@ QUERY_START_OFFSETS: Final = "query_start_offsets"
 PAST_LENS: Final = "past_lens"
 LOGITS: Final = "logits"
 NEXT_TOKENS: Final = "next_tokens"
+NO_NEXT_TOKEN: Final = -1
+"""Entry of `next_tokens` whose row of logits holds NaN."""
 
 Dim = int | str
 
@@ -103,6 +105,8 @@ class EngineSpec:
         max_input_len: longest prompt, tokens.
         max_num_tokens: most token rows of one step; longer prompts are prefilled in chunks.
         reads_position_ids: whether the model has a `position_ids` input.
+        greedy_in_engine: whether the engine chooses the next tokens too, as `next_tokens`
+            `[num_seqs]` int64 beside the logits of last tokens.
 
     Raises:
         ConfigError: a value is invalid or two do not fit together.
@@ -118,6 +122,7 @@ class EngineSpec:
     max_input_len: int
     max_num_tokens: int
     reads_position_ids: bool
+    greedy_in_engine: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -146,6 +151,11 @@ class EngineSpec:
                 f"max_kv_cache_capacity={self.pool.max_kv_cache_capacity}; lower the first "
                 "or raise the second"
             )
+        if self.greedy_in_engine and self.logits_mode is not LogitsMode.LAST:
+            raise ConfigError(
+                "`next_tokens` come of the logits of last tokens, and the engine gives logits of "
+                "all tokens; build with `--logits last`, or without `--greedy-in-engine`"
+            )
 
     @property
     def max_token_rows(self) -> int:
@@ -155,6 +165,12 @@ class EngineSpec:
         decode encoding, so a prefill step that would have T == N gets one padding row.
         """
         return max(self.max_num_tokens, self.pool.max_batch_size) + 1
+
+    @property
+    def widest_window(self) -> int:
+        """Window of the layer that sees most; FULL_WINDOW where one layer sees everything."""
+        windows = [layer.window for layer in self.layers]
+        return FULL_WINDOW if FULL_WINDOW in windows else max(windows)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The tensor table: inputs in binding order, then outputs."""
@@ -230,4 +246,7 @@ class EngineSpec:
             )
             for pool in self.pools()
         ]
-        return [logits, *pools]
+        if not self.greedy_in_engine:
+            return [logits, *pools]
+        tokens = TensorSpec(name=NEXT_TOKENS, role=Role.RESULT, dtype=DType.INT64, dims=(NUM_SEQS,))
+        return [logits, tokens, *pools]

@@ -19,7 +19,7 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.elf_stub import load_stub
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, TensorRtMissingError, UnsupportedError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_VERSION
 
 FLAVOR_VARIABLE: Final = "PAGED_TRT_FLAVOR"
@@ -67,7 +67,7 @@ def flavor() -> Flavor:
             return cast(Flavor, name)
     missing = f"`{wanted}`" if wanted else "TensorRT"
     extra = "tensorrt" if wanted == "tensorrt" else "rtx"
-    raise UnsupportedError(
+    raise TensorRtMissingError(
         f'{missing} is not installed; install it with `pip install "paged-trt[{extra}]"`'
     )
 
@@ -86,7 +86,7 @@ def load() -> Any:
         if name == "tensorrt_rtx" and os.name == "posix":
             load_stub("libtensorrt_rtx.so", "libtensorrt_rtx.so.1")
     except (ImportError, OSError) as error:
-        raise UnsupportedError(
+        raise TensorRtMissingError(
             f"`{name}` is installed and does not load ({error}); reinstall it"
         ) from error
     return api

@@ -5,7 +5,9 @@ T token rows, N sequence rows, M page-table width.
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,13 @@ import numpy.typing as npt
 from paged_trt.plugins.device import Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.launch.args import SampleArgs
+from paged_trt.plugins.launch.sampling import SampleRow
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     PAGE_TABLE,
     PAST_LENS,
     POSITION_IDS,
@@ -29,12 +34,14 @@ from paged_trt.runtime.pool import DeviceArena, aligned
 
 Binding = tuple[int, tuple[int, ...] | None]
 """Address, and dims of an input."""
+_ROW_BYTES: Final = ctypes.sizeof(SampleRow)
 
 
 class StepBuffers:
     """Page-locked and device memory of one step.
 
-    Ids, positions, offsets and lengths lie in one block, so that one copy brings them all. The
+    Ids, positions, offsets, lengths and sampling parameters lie in one block, so that one copy
+    brings them all. The
     page table has its own block and travels only when it changed: its page-locked block is
     what the device holds.
 
@@ -47,7 +54,8 @@ class StepBuffers:
         self._spec = spec
         rows, batch = spec.max_token_rows, spec.pool.max_batch_size
         self._lens_at = aligned(4 * (batch + 1))
-        self._ids_at = self._lens_at + aligned(4 * batch)
+        self._rows_at = self._lens_at + aligned(4 * batch)
+        self._ids_at = self._rows_at + aligned(_ROW_BYTES * batch)
         parts = 2 if spec.reads_position_ids else 1
         size = self._ids_at + parts * aligned(8 * rows)
         self._host = arena.allocate_pinned(size)
@@ -60,6 +68,9 @@ class StepBuffers:
         logits_bytes = self._num_logits * spec.vocab_size * spec.logits_dtype.itemsize
         self._logits_host = arena.allocate_pinned(logits_bytes)
         self._logits_device = arena.allocate(logits_bytes, "the logits")
+        # Tokens `[N]` int64, and right behind them their logprobs `[N]` float32.
+        self._tokens_host = arena.allocate_pinned(12 * batch)
+        self._tokens_device = arena.allocate(12 * batch, "the next tokens")
         self.num_copies = 0
         self.num_table_copies = 0
 
@@ -86,7 +97,7 @@ class StepBuffers:
         self._table_shape = None
 
     def bindings(self, step: StepShape) -> dict[str, Binding]:
-        """Address and dims of every tensor of a step; None for the dims of the logits."""
+        """Address and dims of every tensor of a step; None for the dims of a result."""
         tokens, seqs, width = step.num_tokens, step.num_seqs, step.table_width
         bindings: dict[str, Binding] = {
             INPUT_IDS: (self._device + self._ids_at, (1, tokens)),
@@ -95,6 +106,8 @@ class StepBuffers:
             PAST_LENS: (self._device + self._lens_at, (seqs,)),
             LOGITS: (self._logits_device, None),
         }
+        if self._spec.greedy_in_engine:
+            bindings[NEXT_TOKENS] = (self._tokens_device, None)
         if self._spec.reads_position_ids:
             bindings[POSITION_IDS] = (self._device + self._positions_at(tokens), (1, tokens))
         return bindings
@@ -112,6 +125,47 @@ class StepBuffers:
         logits = raw.view(dtype.numpy).reshape(rows, vocab)
         return logits.astype(np.float32 if dtype is DType.BFLOAT16 else logits.dtype)
 
+    def put_sample_rows(self, num_seqs: int, rows: Mapping[int, SampleRow]) -> None:
+        """Put the sampling parameters of N rows where the next upload takes them along.
+
+        Args:
+            num_seqs: N.
+            rows: those that draw; the others take their largest logit.
+        """
+        block = (SampleRow * num_seqs)()
+        for row, parameters in rows.items():
+            block[row] = parameters
+        self._put(self._rows_at, np.frombuffer(bytes(block), np.uint8))
+
+    def sample_args(self, num_seqs: int, *, with_logprobs: bool) -> SampleArgs:
+        """Argument block of the sampling kernel for N rows."""
+        vocab = self._spec.vocab_size
+        return SampleArgs(
+            logits=self._logits_device,
+            rows=self._device + self._rows_at,
+            tokens=self._tokens_device,
+            logprobs=self._tokens_device + 8 * num_seqs if with_logprobs else 0,
+            row_stride=vocab,
+            num_seqs=num_seqs,
+            vocab_size=vocab,
+        )
+
+    def download_tokens(
+        self, step: StepShape, stream: Stream, *, with_logprobs: bool = False
+    ) -> None:
+        """Ask for the next tokens of a step; `tokens` has them once the stream is idle."""
+        size = (12 if with_logprobs else 8) * step.num_seqs
+        stream.download(self._tokens_host.ctypes.data, self._tokens_device, size)
+
+    def tokens(self, step: StepShape) -> npt.NDArray[np.int64]:
+        """A copy of the next tokens, `[N]`."""
+        return self._tokens_host[: 8 * step.num_seqs].view(np.int64).copy()
+
+    def logprobs(self, step: StepShape) -> npt.NDArray[np.float32]:
+        """A copy of the logprobs of the next tokens, `[N]`."""
+        raw = self._tokens_host[8 * step.num_seqs : 12 * step.num_seqs]
+        return raw.view(np.float32).copy()
+
     def _rows(self, step: StepShape) -> int:
         return step.num_seqs if self._spec.logits_mode is LogitsMode.LAST else step.num_tokens
 
@@ -123,11 +177,18 @@ class StepBuffers:
 
     def _upload_table(self, table: npt.NDArray[np.int32], stream: Stream) -> None:
         sent = self._table_host[: table.size].reshape(table.shape)
-        if self._table_shape == table.shape and np.array_equal(sent, table):
-            return
+        first, end = 0, len(table)
+        if self._table_shape == table.shape:
+            changed = np.flatnonzero((sent != table).any(axis=1))
+            if not len(changed):
+                return
+            first, end = int(changed[0]), int(changed[-1]) + 1
         self._table_shape = None
-        sent[:] = table
-        stream.upload(self._table_device, self._table_host.ctypes.data, table.nbytes)
+        sent[first:end] = table[first:end]
+        # From the first row that changed to the last one, in one copy.
+        rows = sent[first:end]
+        start = rows.ctypes.data - self._table_host.ctypes.data
+        stream.upload(self._table_device + start, rows.ctypes.data, rows.nbytes)
         self.num_table_copies += 1
         self._table_shape = table.shape
 

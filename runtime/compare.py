@@ -10,13 +10,21 @@ from typing import Any
 
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import (
+    ConfigError,
+    ExecutionError,
+    PackageMissingError,
+    UnsupportedError,
+)
 from paged_trt.plugins.manifest import EngineManifest, file_record, read_manifest
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.comparison import SequenceResult, Tolerance, tolerance_for
 from paged_trt.runtime.decoders import open_decoder
+from paged_trt.runtime.differences import HISTOGRAM_EDGES
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.paged_generation import PagedGenerator
+from paged_trt.runtime.same_model_check import check_same_model, why_not
+from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.runtime.scenarios import (
     Scenario,
     default_prompt_lens,
@@ -38,6 +46,8 @@ class CompareOptions:
         seed: of random prompts and of the page order.
         atol: absolute tolerance of the logits.
         rtol: tolerance of the logits, relative to the largest of the row.
+        layers: also compare what each layer computes with the same model on the reference
+            executor; quantised pools are compared so in any case.
     """
 
     executor: str = "auto"
@@ -48,6 +58,7 @@ class CompareOptions:
     seed: int = 0
     atol: float | None = None
     rtol: float | None = None
+    layers: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +69,40 @@ class ComparisonReport:
         model: path of the model.
         engine: path of the engine directory.
         executor: name of the executor that ran.
+        built_by: flavour and version of TensorRT that built the plan.
+        kv_cache_dtype: type of the pools.
         source_sha256: of the model, and of the model that the manifest names.
         tolerance: what was allowed.
         notes: what a reader must know about how it was run.
         not_run: what a full comparison has and this one had not.
         failures: messages of engine steps that failed.
         iterations: name and results by sequence of each scenario.
+        same_model: the engine against its own model; None where that was not run.
     """
 
     model: str
     engine: str
     executor: str
+    built_by: str
+    kv_cache_dtype: str
     source_sha256: tuple[str, str]
     tolerance: Tolerance
     notes: tuple[str, ...]
     not_run: tuple[str, ...]
     failures: tuple[str, ...]
     iterations: tuple[tuple[str, tuple[SequenceResult, ...]], ...]
+    same_model: SameModelReport | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every sequence of every iteration agrees."""
-        return all(result.passed for _, results in self.iterations for result in results)
+        """Whether every sequence of every iteration agrees, and the same model where it ran."""
+        agrees = all(result.passed for _, results in self.iterations for result in results)
+        return agrees and not self.failures and (self.same_model is None or self.same_model.passed)
+
+    def histogram(self) -> tuple[int, ...]:
+        """Counts of all logit differences; see `differences.histogram`."""
+        counts = [result.histogram for _, results in self.iterations for result in results]
+        return tuple(map(sum, zip(*counts, strict=True)))
 
     @property
     def same_source(self) -> bool:
@@ -91,13 +114,15 @@ class ComparisonReport:
         data = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("iterations", "tolerance")
+            if field.name not in ("iterations", "tolerance", "same_model")
         }
         return {
             **data,
             "passed": self.passed,
             "same_source": self.same_source,
             "tolerance": dataclasses.asdict(self.tolerance),
+            "same_model": None if self.same_model is None else self.same_model.to_json(),
+            "histogram": {"edges": HISTOGRAM_EDGES, "counts": self.histogram()},
             "iterations": [
                 {"name": name, "sequences": [result.to_json() for result in results]}
                 for name, results in self.iterations
@@ -120,31 +145,95 @@ def compare_engine(model: Path, directory: Path, options: CompareOptions) -> Com
         ManifestError: the engine directory is not what it claims.
         SpecMismatchError: the plan and the manifest disagree.
     """
+    (report,) = compare_engines(model, [directory], options)
+    return report
+
+
+def compare_engines(
+    model: Path, directories: Sequence[Path], options: CompareOptions
+) -> list[ComparisonReport]:
+    """Compare several engines of one model, one after the other; see `compare_engine`.
+
+    Every manifest is read before the first engine runs. Prompts that several engines share run
+    once through the model.
+    """
     runners = _polygraphy_runners()
     if options.seed < 0:
         raise ConfigError(f"`--seed` must be 0 or more, got {options.seed}")
-    manifest = read_manifest(directory)
-    scenarios = _scenarios(manifest.spec, options)
-    tolerance = tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol)
-    decoder = open_decoder(model)
-    executor = load_engine(directory, executor=options.executor, device=options.device)
+    works = [_Work.plan(model, directory, options) for directory in directories]
+    dense = runners.DenseRunner(open_decoder(model))
+    source_sha256 = file_record(model).sha256
+    return [
+        _compare(work, model, options, dense=dense, source_sha256=source_sha256) for work in works
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One engine and what it is going to run."""
+
+    directory: Path
+    manifest: EngineManifest
+    scenarios: list[Scenario]
+    tolerance: Tolerance
+    same_model: bool
+    not_run: tuple[str, ...]
+
+    @classmethod
+    def plan(cls, model: Path, directory: Path, options: CompareOptions) -> _Work:
+        manifest = read_manifest(directory)
+        wanted = options.layers or manifest.spec.kv_cache_dtype.is_quantised
+        problem = why_not(model, directory) if wanted else None
+        if options.layers and problem is not None:
+            raise UnsupportedError(problem)
+        return cls(
+            same_model=wanted and problem is None,
+            not_run=() if problem is None else (problem,),
+            directory=directory,
+            manifest=manifest,
+            scenarios=_scenarios(manifest.spec, options),
+            tolerance=tolerance_for(manifest.spec, atol=options.atol, rtol=options.rtol),
+        )
+
+
+def _compare(
+    work: _Work, model: Path, options: CompareOptions, *, dense: Any, source_sha256: str
+) -> ComparisonReport:
+    manifest, scenarios = work.manifest, work.scenarios
+    executor: Any = load_engine(work.directory, executor=options.executor, device=options.device)
     try:
         generator = PagedGenerator(executor, seed=options.seed)
-        results = runners.run(decoder, generator, scenarios, tolerance=tolerance)
+        results = _polygraphy_runners().run(dense, generator, scenarios, tolerance=work.tolerance)
+        failures, same = list(generator.failures), None
+        if work.same_model:
+            try:
+                same = check_same_model(
+                    executor,
+                    work.directory,
+                    scenarios,
+                    model=model,
+                    seed=options.seed,
+                    layers=options.layers,
+                )
+            except ExecutionError as error:
+                failures.append(f"the same model: {error}")
     finally:
         executor.close()
     return ComparisonReport(
         model=str(model),
-        engine=str(directory),
+        engine=str(work.directory),
         executor=executor.name,
-        source_sha256=(file_record(model).sha256, manifest.source.sha256),
-        tolerance=tolerance,
-        notes=_notes(decoder.notes, executor.notes),
-        not_run=_not_run(manifest, executor.name, scenarios),
-        failures=tuple(generator.failures),
+        built_by=f"{manifest.build.flavor} {manifest.build.tensorrt_version}",
+        kv_cache_dtype=manifest.spec.kv_cache_dtype.value,
+        source_sha256=(source_sha256, manifest.source.sha256),
+        tolerance=work.tolerance,
+        notes=_notes(dense.notes, executor.notes),
+        not_run=(*_not_run(manifest, executor.name, scenarios), *work.not_run),
+        failures=tuple(failures),
         iterations=tuple(
             (scenario.name, each) for scenario, each in zip(scenarios, results, strict=True)
         ),
+        same_model=same,
     )
 
 
@@ -186,7 +275,7 @@ def _polygraphy_runners() -> types.ModuleType:
     try:
         from paged_trt.runtime import polygraphy_runners
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             f'{error.name} is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     return polygraphy_runners

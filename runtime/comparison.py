@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.differences import LogitDifference, first_over, histogram
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +32,7 @@ moved by half its standard deviation by 22, a wrong window by hundreds.
 """
 TIE_ROUNDINGS: Final = 4
 """Roundings of the largest logit under which two logits count as a tie."""
-_UNIT_ROUNDOFF: Final = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+UNIT_ROUNDOFF: Final = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
 """Largest relative error of one rounding to the type of the activations."""
 # KV type -> (error, reason). Quantisation moves keys and values by far more than a rounding of
 # float16, in an engine that is right. The error is the largest that was measured with per-head
@@ -111,6 +112,8 @@ class SequenceResult:
         max_difference: max|d logits| of that step.
         limit: largest allowed difference in that step.
         token_difference: the first different token, if there is one.
+        first_over: the first step whose logits are too far apart, if there is one.
+        histogram: counts of the differences; see `differences.histogram`.
     """
 
     prompt_len: int
@@ -120,6 +123,8 @@ class SequenceResult:
     max_difference: float
     limit: float
     token_difference: TokenDifference | None
+    first_over: LogitDifference | None = None
+    histogram: tuple[int, ...] = ()
 
     @property
     def tokens_equal(self) -> bool:
@@ -145,6 +150,8 @@ class SequenceResult:
                 "gap": _finite_or_none(self.token_difference.gap),
                 "excused": self.excused,
             }
+        if self.first_over is not None:
+            data["first_over"] = self.first_over.to_json()
         return {**data, "tokens_equal": self.tokens_equal, "passed": self.passed}
 
 
@@ -225,6 +232,8 @@ def compare_sequence(
         max_difference=float(distances[worst]),
         limit=float(limits[worst]),
         token_difference=difference,
+        first_over=first_over(logits[:compared], engine_logits[:compared], limits),
+        histogram=histogram(logits[:compared], engine_logits[:compared], limits),
     )
 
 
@@ -270,13 +279,13 @@ def _tabled(activation: DType, kv_cache: DType) -> Tolerance:
             reason=f"a {kv_cache.value} pool cannot meet the float16 tolerance: {why}",
         )
     # A bfloat16 pool under float16 activations rounds as coarsely as bfloat16 activations.
-    coarse = max((activation, kv_cache), key=lambda dtype: _UNIT_ROUNDOFF.get(dtype, 0.0))
-    if coarse not in _UNIT_ROUNDOFF:
+    coarse = max((activation, kv_cache), key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0))
+    if coarse not in UNIT_ROUNDOFF:
         raise UnsupportedError(
             f"compare has no tolerance for {activation.value} activations and a "
             f"{kv_cache.value} KV cache; pass `--atol` or `--rtol`"
         )
-    unit = _UNIT_ROUNDOFF[coarse]
+    unit = UNIT_ROUNDOFF[coarse]
     return Tolerance(
         atol=0.0,
         rtol=LOGIT_ROUNDINGS * unit,

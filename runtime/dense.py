@@ -14,7 +14,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import (
+    ConfigError,
+    ExecutionError,
+    PackageMissingError,
+    UnsupportedError,
+)
 from paged_trt.runtime.dense_signature import CachePort, DenseSignature
 
 Array = npt.NDArray[Any]
@@ -85,7 +90,7 @@ def open_session(model: Path | bytes) -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             'onnxruntime is not installed; run `pip install "paged-trt[compare]"`'
         ) from error
     options = onnxruntime.SessionOptions()
@@ -137,9 +142,13 @@ class DenseDecoder:
         return self._notes
 
     def start(self, max_tokens: int) -> None:
-        """Forget the sequence: every cache holds no token, and grows as needed."""
+        """Forget the sequence: every cache holds no token, and grows unless it is fixed.
+
+        Raises:
+            ConfigError: a cache of fixed length is too short.
+        """
         self._past_len = 0
-        self._caches = {port.past: _empty(port) for port in self._signature.caches}
+        self._caches = {port.past: _empty(port, max_tokens) for port in self._signature.caches}
 
     def step(self, token_ids: Array) -> Array:
         """Append tokens `[num_tokens]` int64; the logits `[vocab_size]` of the last one."""
@@ -158,6 +167,8 @@ class DenseDecoder:
             signature.input_ids: token_ids,
             signature.attention_mask: np.ones(total),
             signature.position_ids: np.arange(self._past_len, total),
+            signature.past_lens: np.asarray(self._past_len),
+            signature.total_lens: np.asarray(total),
         }
         feeds = dict(self._caches)
         for name, values in plain.items():
@@ -166,5 +177,13 @@ class DenseDecoder:
         return feeds
 
 
-def _empty(port: CachePort) -> Array:
-    return np.zeros(port.empty_shape, port.dtype.numpy)
+def _empty(port: CachePort, max_tokens: int) -> Array:
+    shape = list(port.empty_shape)
+    if port.is_fixed:
+        shape = [size or max_tokens for size in shape]
+        if shape[2] < max_tokens:
+            raise ConfigError(
+                f"the cache `{port.past}` holds {shape[2]} tokens and a sequence has {max_tokens}; "
+                "compare with shorter prompts, or export the model with a longer cache"
+            )
+    return np.zeros(shape, port.dtype.numpy)

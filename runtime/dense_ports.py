@@ -23,12 +23,14 @@ class Port:
         dtype: element type; None where the project does not know it.
         dims: sizes; None where open.
         is_window: a cache of fixed length that its node keeps the latest tokens in.
+        is_fixed: a cache of the sequence's whole length, which TensorScatter writes into.
     """
 
     name: str
     dtype: DType | None
     dims: tuple[int | None, ...]
     is_window: bool = False
+    is_fixed: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -42,10 +44,13 @@ def complete_caches(graph: onnx.GraphProto, caches: Sequence[Port]) -> list[Port
     onnxruntime-genai leaves the size open, and gives layers with a window a cache of that
     many tokens, which the node wants to have from the start.
     """
+    fixed = {node.input[0] for node in graph.node if node.op_type == "TensorScatter"}
     known = {**dict(_concat_caches(graph)), **dict(_group_query_caches(graph))}
     return [
         port
-        if port.name not in known
+        if port.name not in known and port.name not in fixed
+        else dataclasses.replace(port, is_fixed=True)
+        if port.name in fixed
         else dataclasses.replace(
             port,
             is_window=known[port.name][0] is not None,
@@ -57,6 +62,17 @@ def complete_caches(graph: onnx.GraphProto, caches: Sequence[Port]) -> list[Port
         )
         for port in caches
     ]
+
+
+def length_roles(graph: onnx.GraphProto) -> dict[str, str]:
+    """Inputs that hold a length for each sequence: the past, or past and new tokens."""
+    roles = {}
+    for node in graph.node:
+        if node.op_type == "TensorScatter" and len(node.input) > 2:
+            roles[node.input[2]] = "past_lens"
+        if node.op_type == "Attention" and len(node.input) > 6:
+            roles[node.input[6]] = "total_lens"
+    return roles
 
 
 def _group_query_caches(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +16,14 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
-from paged_trt.runtime.dense_ports import Port, complete_caches
+from paged_trt.plugins.path_hints import not_a_model
+from paged_trt.runtime.dense_ports import Port, complete_caches, length_roles
 
 # Operator -> (input, output) positions of the caches that it extends.
 _CACHE_PORTS: Final[dict[str, tuple[tuple[int, int], ...]]] = {
     "Attention": ((4, 1), (5, 2)),
     "GroupQueryAttention": ((3, 1), (4, 2)),
+    "TensorScatter": ((0, 0),),
 }
 
 
@@ -33,12 +36,15 @@ class CachePort:
         present: name of the output, same axes, past and new tokens.
         dtype: element type.
         empty_shape: shape of the cache of one sequence that holds no token.
+        is_fixed: it has room for the whole sequence from the start; a 0 in `empty_shape` is an
+            open length.
     """
 
     past: str
     present: str
     dtype: DType
     empty_shape: tuple[int, ...]
+    is_fixed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,8 @@ class DenseSignature:
     input_ids: str
     attention_mask: str | None
     position_ids: str | None
+    past_lens: str | None
+    total_lens: str | None
     caches: tuple[CachePort, ...]
     logits: str
     integer_dtypes: dict[str, DType]
@@ -62,7 +70,10 @@ def load_graph(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(path, load_external_data=False)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; pass an ONNX file") from error
+        reason = (
+            not_a_model(path) if not path.is_file() else f"cannot read {path}: {error.strerror}"
+        )
+        raise ConfigError(reason) from error
     except Exception as error:  # protobuf's DecodeError has no stable import path
         raise ConfigError(f"{path} is no ONNX model: {error}") from error
     if not model.graph.node:
@@ -84,12 +95,14 @@ def read_signature(model: onnx.ModelProto) -> DenseSignature:
     outputs = [_port(value) for value in model.graph.output]
     pasts = complete_caches(model.graph, [port for port in inputs if _is_cache(port)])
     plain = [port for port in inputs if not _is_cache(port)]
-    roles = _plain_roles(plain)
+    roles = _plain_roles(plain, length_roles(model.graph))
     presents = [port for port in outputs if port.is_float and len(port.dims) == 4]
     return DenseSignature(
         input_ids=roles["input_ids"].name,
         attention_mask=roles["mask"].name if "mask" in roles else None,
         position_ids=roles["position"].name if "position" in roles else None,
+        past_lens=roles["past_lens"].name if "past_lens" in roles else None,
+        total_lens=roles["total_lens"].name if "total_lens" in roles else None,
         caches=_pair_caches(model.graph, pasts, presents),
         logits=_logits(outputs, presents),
         integer_dtypes={port.name: _known_dtype(port) for port in plain},
@@ -121,10 +134,11 @@ def _known_dtype(port: Port) -> DType:
     return port.dtype
 
 
-def _plain_roles(ports: list[Port]) -> dict[str, Port]:
+def _plain_roles(ports: list[Port], lengths: Mapping[str, str]) -> dict[str, Port]:
     roles: dict[str, Port] = {}
     for port in ports:
-        key = next((key for key in ("mask", "position", "input_ids") if key in port.name), None)
+        names = ("mask", "position", "input_ids")
+        key = lengths.get(port.name) or next((key for key in names if key in port.name), None)
         if key is None or key in roles or port.is_float or len(port.dims) > 2:
             raise UnsupportedError(
                 f"compare does not know what to feed to input `{port.name}` of "
@@ -177,6 +191,7 @@ def _pair_caches(
             present=pairs[port.name],
             dtype=_known_dtype(port),
             empty_shape=_empty_shape(port),
+            is_fixed=port.is_fixed,
         )
         for port in pasts
     )
@@ -184,7 +199,8 @@ def _pair_caches(
 
 def _empty_shape(port: Port) -> tuple[int, ...]:
     free = [axis for axis, dim in enumerate(port.dims) if axis > 0 and dim is None]
-    if len(free) != (0 if port.is_window else 1) or port.dims[0] not in (None, 1):
+    allowed = {0, 1} if port.is_fixed else {0} if port.is_window else {1}
+    if len(free) not in allowed or port.dims[0] not in (None, 1):
         raise UnsupportedError(
             f"cache input `{port.name}` must have a batch of 1 or a free one and one free axis, "
             f"the past; found {list(port.dims)}: export it with a dynamic past length"

@@ -62,9 +62,12 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
         return open_engine(folder, manifest, kv_scales=scales, ordinal=device)
     except UnsupportedError as error:
         if executor == "tensorrt":
-            raise UnsupportedError(
-                f"{error}; or pass `--executor reference` to run the model on the CPU"
-            ) from error
+            # Behind the last lines of a log it stands on a line of its own.
+            end = "\n" if "\n" in str(error) else "; "
+            message = f"{error}{end}or pass `--executor reference` to run the model on the CPU"
+            refused = type(error)(message)
+            refused.code = error.code
+            raise refused from error
         note = f"the reference executor runs the model on the CPU, for TensorRT cannot: {error}"
     _LOG.info("%s", note)
     return _load_reference(folder, manifest, notes=(note,))
@@ -89,6 +92,21 @@ def open_plan(
     return open_engine(folder, manifest, kv_scales=scales, ordinal=device, uses_graphs=uses_graphs)
 
 
+def open_reference(directory: Path | str, *, keeps_layers: bool = False) -> ReferenceExecutor:
+    """The reference executor of an engine directory, for those who need more than `step`.
+
+    Args:
+        directory: what `paged-trt build` wrote.
+        keeps_layers: keep the attention output of each layer after a step.
+
+    Raises:
+        PagedTrtError: as `load_engine` with `reference`.
+    """
+    folder = Path(directory)
+    manifest = _checked_manifest(folder)
+    return _load_reference(folder, manifest, notes=(), keeps_layers=keeps_layers)
+
+
 def _checked_manifest(folder: Path) -> EngineManifest:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
@@ -97,7 +115,11 @@ def _checked_manifest(folder: Path) -> EngineManifest:
 
 
 def _load_reference(
-    folder: Path, manifest: EngineManifest, *, notes: tuple[str, ...]
+    folder: Path,
+    manifest: EngineManifest,
+    *,
+    notes: tuple[str, ...],
+    keeps_layers: bool = False,
 ) -> ReferenceExecutor:
     if MODEL_FILE not in manifest.files:
         raise UnsupportedError(
@@ -106,7 +128,9 @@ def _load_reference(
         )
     spec = manifest.spec
     scales = _scales(folder, manifest)
-    return ReferenceExecutor(folder / MODEL_FILE, spec, kv_scales=scales, notes=notes)
+    return ReferenceExecutor(
+        folder / MODEL_FILE, spec, kv_scales=scales, notes=notes, keeps_layers=keeps_layers
+    )
 
 
 def _scales(folder: Path, manifest: EngineManifest) -> dict[str, npt.NDArray[Any]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.sampler import Sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,19 @@ class StepInputs:
     page_table: npt.NDArray[np.int32]
     query_start_offsets: npt.NDArray[np.int32]
     past_lens: npt.NDArray[np.int32]
+
+
+def require_next_tokens(spec: EngineSpec) -> None:
+    """Refuse an engine that gives no `next_tokens`.
+
+    Raises:
+        UnsupportedError: it was built without `--greedy-in-engine`.
+    """
+    if not spec.greedy_in_engine:
+        raise UnsupportedError(
+            "the engine gives logits and no `next_tokens`; read the logits, or rebuild it with "
+            "`paged-trt build --greedy-in-engine`"
+        )
 
 
 class Executor(Protocol):
@@ -62,6 +78,11 @@ class Executor(Protocol):
         """Whether N and M come from the fixed bucket lists; otherwise they are exact."""
         ...
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether `step_sampled` copies tokens in place of logits."""
+        ...
+
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Append keys and values of T tokens to the pools, attend, and return logits.
 
@@ -71,6 +92,81 @@ class Executor(Protocol):
 
         Raises:
             ExecutionError: the model failed.
+        """
+        ...
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine instead of the logits.
+
+        Returns:
+            `[N]`, the lowest id of the largest logit of each sequence row; an id outside the
+            vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: the model failed.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        ...
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """As `step`, for tokens that are drawn from the logits.
+
+        Args:
+            inputs: of the step.
+            rows: sequence rows that draw; what the others hold is not looked at.
+            specs: how each of them draws, with a seed where its temperature is not 0.
+            steps: index of the token that each of them draws, from 0.
+            with_logprobs: whether somebody reads the logprobs.
+
+        Returns:
+            Tokens `[len(rows)]`, and their logprobs `[len(rows)]` where they are asked for.
+
+        Raises:
+            ExecutionError: the model failed, or a row that draws has no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        ...
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work while the device runs the next step, or at once where there is none.
+
+        Args:
+            work: must not raise; the last one counts.
+        """
+        ...
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages in every layer, before the next step reads them.
+
+        Args:
+            pages: `(source, target)` page ids; no target is a source.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with what no step may read: bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Make what the first steps would make; a server calls it before its first request.
+
+        Raises:
+            ExecutionError: as `step`.
         """
         ...
 

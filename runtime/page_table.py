@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import KvPoolError
-from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec, pages_for_tokens
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec, pages_for_tokens, tokens_in_pages
 
 
 class PageTable:
     """Rows of page ids, `[max_batch_size, max_pages_per_seq] int32`, one per slot.
 
-    A row holds the pages of one sequence from the left; the rest is UNUSED_PAGE_ENTRY. A
-    call that raises has changed nothing.
+    A row holds the pages of one sequence from the left; the rest is UNUSED_PAGE_ENTRY, and so
+    are the first entries where no layer sees their pages any more. A call that raises has
+    changed nothing.
 
     Args:
         pool: geometry of the pool.
@@ -33,7 +35,7 @@ class PageTable:
         self._dirty: set[int] = set()
 
     def row(self, slot: int) -> tuple[int, ...]:
-        """Pages of `slot`, without unused entries.
+        """Entries of `slot` up to its last page.
 
         Raises:
             KvPoolError: `slot` is outside the table.
@@ -47,7 +49,7 @@ class PageTable:
         """Replace whole rows: all of them, or none.
 
         Args:
-            rows: slot -> pages of its sequence, in order.
+            rows: slot -> pages of its sequence, in order; the first may be unused entries.
             shared: ids that rows of several slots may hold.
 
         Raises:
@@ -60,9 +62,10 @@ class PageTable:
             self._check_pages(slot, pages)
             change.subtract(self.row(slot))
             change.update(pages)
+        del change[UNUSED_PAGE_ENTRY]
         for slot, pages in rows.items():
             for page_id in pages:
-                owners = self._rows_of_page[page_id] + change[page_id]
+                owners = self._rows_of_page.get(page_id, 0) + change[page_id]
                 if owners > 1 and page_id not in shared:
                     raise KvPoolError(
                         f"page {page_id} of slot {slot} is in {owners} rows; a page belongs "
@@ -98,8 +101,13 @@ class PageTable:
         self._write(source, ())
         self._write(target, pages)
 
-    def check_row(self, slot: int, num_tokens: int) -> None:
+    def check_row(self, slot: int, num_tokens: int, *, first_page: int = 0) -> None:
         """Verify that a row holds `num_tokens` tokens on pages of the pool.
+
+        Args:
+            slot: row to check.
+            num_tokens: tokens of its sequence after the step.
+            first_page: first page that the step sees.
 
         Raises:
             KvPoolError: the row is too short, or a needed entry is outside the pool.
@@ -111,13 +119,22 @@ class PageTable:
                 f"slot {slot} needs {needed} pages for {num_tokens} tokens and its row holds "
                 f"{self._lengths[slot]}"
             )
-        entries = self._ids[slot, :needed]
-        for edge in (int(entries.argmin()), int(entries.argmax())) if needed else ():
+        entries = self._ids[slot, first_page:needed]
+        for edge in (int(entries.argmin()), int(entries.argmax())) if len(entries) else ():
             if not self._pool.owns(int(entries[edge])):
                 raise KvPoolError(
-                    f"row {slot}, column {edge} of the page table holds id {entries[edge]}, "
-                    f"outside the pool of {self._pool.num_pages} pages"
+                    f"row {slot}, column {first_page + edge} of the page table holds id "
+                    f"{entries[edge]}, outside the pool of {self._pool.num_pages} pages"
                 )
+
+    def capacity(self, slot: int) -> int:
+        """Tokens that the pages of a row hold.
+
+        Raises:
+            KvPoolError: `slot` is outside the table.
+        """
+        self._check_slot(slot)
+        return tokens_in_pages(self._lengths[slot])
 
     def gather(self, slots: Sequence[int], out: npt.NDArray[np.int32]) -> None:
         """Copy the first columns of some rows.
@@ -172,12 +189,13 @@ class PageTable:
                 f"{len(pages)} pages do not fit the row of slot {slot}, which has "
                 f"{self._ids.shape[1]} entries"
             )
-        for page_id in pages:
+        seen = list(itertools.dropwhile(lambda entry: entry == UNUSED_PAGE_ENTRY, pages))
+        for page_id in seen:
             if type(page_id) is not int or not self._pool.owns(page_id):
                 raise KvPoolError(
                     f"page id {page_id!r} of slot {slot} is outside the pool of "
                     f"{self._pool.num_pages} pages"
                 )
-        if len(set(pages)) != len(pages):
-            twice = next(page for page in pages if pages.count(page) > 1)
+        if len(set(seen)) != len(seen):
+            twice = next(page for page in seen if seen.count(page) > 1)
             raise KvPoolError(f"page {twice} is twice in the row of slot {slot}")

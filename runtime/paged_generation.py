@@ -26,13 +26,15 @@ class PagedGenerator:
         executor: runs the model; it stays open.
         seed: of the order in which pages are handed out, so that no two neighbours of a
             sequence are neighbours in the pool but by chance.
+        reuses_prefixes: as of Session.
 
     Attributes:
         failures: messages of the steps that failed.
     """
 
-    def __init__(self, executor: Executor, *, seed: int) -> None:
+    def __init__(self, executor: Executor, *, seed: int, reuses_prefixes: bool = True) -> None:
         self._executor = executor
+        self._reuses_prefixes = reuses_prefixes
         order = np.random.default_rng(seed).permutation(executor.spec.pool.num_pages)
         self._page_order: list[int] = order.tolist()
         self.failures: list[str] = []
@@ -49,7 +51,9 @@ class PagedGenerator:
 
     def _run(self, scenario: Scenario, results: list[list[StepResult]]) -> None:
         # A session of its own: whatever a failed one still holds goes with it.
-        session = Session(self._executor, page_order=self._page_order)
+        session = Session(
+            self._executor, page_order=self._page_order, reuses_prefixes=self._reuses_prefixes
+        )
         batch = self._executor.spec.pool.max_batch_size
         waiting = collections.deque(enumerate(scenario.prompts))
         live: dict[int, int] = {}

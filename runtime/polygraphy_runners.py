@@ -91,6 +91,9 @@ class DenseRunner(_ScenarioRunner):
 
     Args:
         decoder: the model.
+
+    Attributes:
+        notes: what a report must say about it.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -98,6 +101,7 @@ class DenseRunner(_ScenarioRunner):
         self._decoder = decoder
         # A chunk size means nothing here, so that every scenario asks for the same sequences.
         self._known: dict[tuple[bytes, int], Generation] = {}
+        self.notes = decoder.notes
 
     def generate(self, scenario: Scenario) -> Sequence[Generation]:
         """Run one scenario; a prompt that was run before is not run again."""
@@ -157,7 +161,7 @@ class _Rule:
 
 
 def run(
-    decoder: Decoder, generate: Generate, scenarios: Sequence[Scenario], *, tolerance: Tolerance
+    dense: DenseRunner, generate: Generate, scenarios: Sequence[Scenario], *, tolerance: Tolerance
 ) -> list[tuple[SequenceResult, ...]]:
     """Run all scenarios on both and compare them; a tuple of results per scenario."""
     rule = _Rule(scenarios, tolerance)
@@ -166,6 +170,6 @@ def run(
         yield from map(feed_dict, scenarios)
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        results = Comparator.run([DenseRunner(decoder), PagedRunner(generate)], data_loader=load())
+        results = Comparator.run([dense, PagedRunner(generate)], data_loader=load())
         Comparator.compare_accuracy(results, compare_func=rule)
     return rule.results

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,37 @@ def layer_pools(spec: EngineSpec) -> tuple[LayerPool, ...]:
     return tuple(layers)
 
 
-def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Mapping[str, int]:
+Addresses = Mapping[str, int]
+"""Address of each pool input, by its name."""
+
+
+def copy_pages(
+    spec: EngineSpec, pools: Addresses, pages: Sequence[tuple[int, int]], stream: Stream
+) -> None:
+    """Copy keys and values of whole pages, `(source, target)`, in every layer."""
+    for base, num_bytes in _pages_of_pools(spec, pools):
+        for source, target in pages:
+            stream.copy(base + target * num_bytes, base + source * num_bytes, num_bytes)
+
+
+def poison_pages(
+    spec: EngineSpec, pools: Addresses, page_ids: Sequence[int], stream: Stream
+) -> None:
+    """Fill pages with bytes of 0xFF in every layer."""
+    for base, num_bytes in _pages_of_pools(spec, pools):
+        for page_id in page_ids:
+            stream.fill(base + page_id * num_bytes, num_bytes, byte=0xFF)
+
+
+def _pages_of_pools(spec: EngineSpec, pools: Addresses) -> list[tuple[int, int]]:
+    """Address of each pool, and bytes of one of its pages."""
+    return [
+        (pools[pool.name], math.prod(int(dim) for dim in pool.dims[1:]) * pool.dtype.itemsize)
+        for pool in spec.pools()
+    ]
+
+
+def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Addresses:
     """Allocate the pools of all layers, zero, and give the address of each pool input.
 
     Raises:
@@ -119,7 +149,23 @@ def allocate_pools(arena: DeviceArena, spec: EngineSpec, stream: Stream) -> Mapp
     addresses = {}
     for index, layer in enumerate(layer_pools(spec)):
         base = arena.allocate(layer.num_bytes, f"the KV pools of layer {index}")
-        stream.fill_zero(base, layer.num_bytes)
+        stream.fill(base, layer.num_bytes, byte=0)
         addresses[layer.key_name] = base
         addresses[layer.value_name] = base + layer.value_offset
     return addresses
+
+
+def download_pages(
+    stream: Stream, spec: EngineSpec, name: str, address: int, pages: Sequence[int]
+) -> npt.NDArray[Any]:
+    """Pages of a pool that lies at `address`, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+    Raises:
+        ExecutionError: the device failed.
+    """
+    pool = next(each for each in spec.pools() if each.name == name)
+    copies = np.empty((len(pages), *map(int, pool.dims[1:])), pool.dtype.numpy)
+    for copy, page in zip(copies, pages, strict=True):
+        stream.download(copy.ctypes.data, address + page * copy.nbytes, copy.nbytes)
+    stream.synchronize()
+    return copies

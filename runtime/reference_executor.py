@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -11,21 +11,25 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError, PackageMissingError, UnsupportedError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     PAGE_TABLE,
     PAST_LENS,
     POSITION_IDS,
     QUERY_START_OFFSETS,
     EngineSpec,
+    Role,
     pool_output_name,
 )
 from paged_trt.runtime.dense import EXACT_PRODUCTS
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, sampled_on_host
 
 Array = npt.NDArray[Any]
 _RAW: Final[dict[int, type[np.unsignedinteger[Any]]]] = {1: np.uint8, 2: np.uint16}
@@ -48,6 +52,11 @@ class ReferenceExecutor:
         kv_scales: scales input name -> `[2, num_kv_heads]` float32; needed where the pools
             are quantised.
         notes: what a report must say besides, such as why this executor was chosen.
+        keeps_layers: keep the attention output of each layer after a step.
+
+    Attributes:
+        layer_outputs: those of the last step, `[T, num_q_heads, value_head_dim]` by layer;
+            empty unless `keeps_layers`.
 
     Raises:
         UnsupportedError: onnxruntime is not installed or cannot run the model.
@@ -63,17 +72,20 @@ class ReferenceExecutor:
         *,
         kv_scales: Mapping[str, npt.NDArray[np.float32]] | None = None,
         notes: tuple[str, ...] = (),
+        keeps_layers: bool = False,
     ) -> None:
         self._spec = spec
         runtime = _import_onnxruntime()
-        scales = checked_scales(spec, kv_scales or {})
-        model = open_reference_model(model_path, spec)
+        self._scales = checked_scales(spec, kv_scales or {})
+        model = open_reference_model(model_path, spec, keeps_layers=keeps_layers)
+        self._layer_names = model.layer_names
+        self.layer_outputs: list[Array] = []
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
         self._session: Any = _make_session(runtime, model, model_path)
         # onnxruntime reads and writes these arrays in place.
         self._pools = [_zero_pools(spec), _zero_pools(spec)]
         self._current = 0
-        self._bindings = [self._bind(runtime, index, scales) for index in (0, 1)]
+        self._bindings = [self._bind(runtime, index) for index in (0, 1)]
 
     @property
     def name(self) -> str:
@@ -94,6 +106,35 @@ class ReferenceExecutor:
     def bucketed_shapes(self) -> bool:
         """False: padding rows would cost time and change nothing."""
         return False
+
+    @property
+    def samples_on_device(self) -> bool:
+        """False: the logits are on the host."""
+        return False
+
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> Array:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        return self.pool(name)[list(pages)]
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for pools in self._pools:
+            for array in pools.values():
+                array.view(np.uint8)[:] = byte
 
     def pool(self, name: str) -> Array:
         """A pool by its input name, as the next step reads it; valid until then.
@@ -116,11 +157,51 @@ class ReferenceExecutor:
         Raises:
             ExecutionError: onnxruntime failed, or the executor is closed.
         """
+        return self._run(inputs)[LOGITS].reshape(-1, self._spec.vocab_size)
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the model instead of the logits.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: onnxruntime failed, or the executor is closed.
+            UnsupportedError: the model has no `next_tokens`.
+        """
+        require_next_tokens(self._spec)
+        return self._run(inputs)[NEXT_TOKENS]
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits, in NumPy.
+
+        Returns:
+            Tokens and logprobs of `rows`.
+
+        Raises:
+            ExecutionError: onnxruntime failed, the executor is closed, or a row that draws has
+                no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+
+    def _run(self, inputs: StepInputs) -> dict[str, Array]:
+        """One step; its results by name."""
         self._check_open()
         binding = self._bindings[self._current]
         for name, array in self._feeds(inputs).items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output(LOGITS, "cpu")
+        results = [each.name for each in self._spec.tensors() if each.role is Role.RESULT]
+        for name in (*results, *self._layer_names):
+            binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime has no base class of its own
@@ -129,8 +210,39 @@ class ReferenceExecutor:
                 f"{len(inputs.past_lens)} sequences: {error}"
             ) from error
         self._current = 1 - self._current
-        logits: Array = binding.get_outputs()[-1].numpy()
-        return logits.reshape(-1, self._spec.vocab_size)
+        # The pools were bound first.
+        found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
+        self.layer_outputs = found[len(results) :]
+        return dict(zip(results, found, strict=False))
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work at once: the host runs the model too."""
+        work()
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            for source, target in pages:
+                array[target] = array[source]
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the executor is closed.
+        """
+        self._check_open()
+        for array in self._pools[self._current].values():
+            array.view(np.uint8)[list(page_ids)] = 0xFF
+
+    def warm_up(self) -> None:
+        """Nothing is left to make: onnxruntime prepared the model when it was loaded."""
+        self._check_open()
 
     def close(self) -> None:
         """Release the pools and the model; a second call does nothing."""
@@ -153,10 +265,10 @@ class ReferenceExecutor:
             feeds[POSITION_IDS] = inputs.position_ids[None]
         return feeds
 
-    def _bind(self, runtime: ModuleType, index: int, scales: Mapping[str, Array]) -> Any:
+    def _bind(self, runtime: ModuleType, index: int) -> Any:
         """Binding that reads the pools of `index` and writes the others."""
         binding = self._session.io_binding()
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             binding.bind_cpu_input(name, array)
         for name, array in self._pools[index].items():
             binding.bind_ortvalue_input(name, _ort_value(runtime, array))
@@ -169,7 +281,7 @@ def _import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "the reference executor needs onnxruntime, which is not installed; "
             '`pip install "paged-trt[compare]"`'
         ) from error

@@ -13,8 +13,10 @@ import onnx
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ManifestError, SpecMismatchError
+from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE
 from paged_trt.plugins.onnx_tensors import model_tensors
-from paged_trt.plugins.tensors import EngineSpec, Role, TensorSpec
+from paged_trt.plugins.operands import Operand, Output
+from paged_trt.plugins.tensors import EngineSpec, Role, TensorSpec, key_pool_name
 
 if TYPE_CHECKING:
     # It takes half a second to import, and only an upcast needs it.
@@ -27,37 +29,40 @@ class ReferenceModel:
 
     Attributes:
         path: the file as it was built.
-        upcast: the model with float32 in place of bfloat16; None where nothing changes.
+        changed: the model with float32 in place of bfloat16, or with more outputs; None where
+            the file is run as it is.
+        is_upcast: whether onnxruntime runs float32 in place of bfloat16.
+        layer_names: outputs that hold the attention output of each layer.
     """
 
     path: Path
-    upcast: ir.Model | None
-
-    @property
-    def is_upcast(self) -> bool:
-        """Whether onnxruntime runs float32 in place of bfloat16."""
-        return self.upcast is not None
+    changed: ir.Model | None
+    is_upcast: bool = False
+    layer_names: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """The file to load; the upcast lives no longer than the context."""
-        if self.upcast is None:
+        """The file to load; a changed model lives no longer than the context."""
+        if self.changed is None:
             yield self.path
             return
         import onnx_ir as ir
 
         with tempfile.TemporaryDirectory(prefix="paged-trt-") as folder:
             path = Path(folder) / self.path.name
-            ir.save(self.upcast, path, external_data=f"{path.name}.data")
+            ir.save(self.changed, path, external_data=f"{path.name}.data")
             yield path
 
 
-def open_reference_model(path: Path, spec: EngineSpec) -> ReferenceModel:
+def open_reference_model(
+    path: Path, spec: EngineSpec, *, keeps_layers: bool = False
+) -> ReferenceModel:
     """Read a model and compare its inputs and outputs with the tensor table.
 
     Args:
         path: an ONNX file, its weights beside it.
         spec: interface that the model must have.
+        keeps_layers: add the attention output of each layer to the outputs.
 
     Raises:
         ManifestError: the file is no ONNX model, or its weights lie outside its directory.
@@ -71,15 +76,30 @@ def open_reference_model(path: Path, spec: EngineSpec) -> ReferenceModel:
         ) from error
     _check_locations(path, proto)
     _check_interface(path, proto.graph, spec)
-    if spec.activation_dtype is not DType.BFLOAT16:
+    is_upcast = spec.activation_dtype is DType.BFLOAT16
+    if not (is_upcast or keeps_layers):
         return ReferenceModel(path, None)
     import onnx_ir as ir
 
     from paged_trt.runtime.reference_upcast import upcast_bfloat16
 
     model = ir.load(path)
-    upcast_bfloat16(model)
-    return ReferenceModel(path, model)
+    if is_upcast:
+        upcast_bfloat16(model)
+    names = _mark_layers(model, spec) if keeps_layers else ()
+    return ReferenceModel(path, model, is_upcast, names)
+
+
+def _mark_layers(model: ir.Model, spec: EngineSpec) -> tuple[str, ...]:
+    """Make the attention output of each layer an output of the model; their names by layer."""
+    marked = {}
+    for node in model.graph:
+        if (node.domain, node.op_type) == (OP_DOMAIN, OP_TYPE):
+            pool, attended = node.inputs[Operand.KEY_POOL], node.outputs[Output.OUTPUT]
+            marked["" if pool is None else pool.name] = attended
+    values = [marked[key_pool_name(layer)] for layer in range(len(spec.layers))]
+    model.graph.outputs.extend(values)
+    return tuple(str(value.name) for value in values)
 
 
 def _check_locations(path: Path, model: onnx.ModelProto) -> None:

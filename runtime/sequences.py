@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.errors import SequenceError
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.requests import GREEDY, SamplingSpec
+
+if TYPE_CHECKING:
+    from paged_trt.runtime.results import StepResult
 
 
 class FinishReason(enum.Enum):
@@ -18,52 +22,138 @@ class FinishReason(enum.Enum):
 
     EOS = "eos"
     LENGTH = "length"
+    ERROR = "error"
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class LiveSequence:
-    """One sequence between `add` and `release`.
+    """One sequence between `add` and its end.
 
-    Attributes:
-        sequence_id: number given by the session, never reused.
+    Args:
+        sequence_id: number given by the engine core, never reused; a lower one is older.
         prompt: `[prompt_len]` int64.
         max_new_tokens: tokens to generate at most.
-        prefill_chunk: most prompt tokens of one step; None leaves it to the step's budget.
+        sampling: how its tokens are chosen.
+        stop_token_ids: tokens that end it.
+        prefill_chunk: most tokens of one prefill step; None leaves it to the step's budget.
         keep_logits: whether results carry logits.
-        slot: row of the page table; -1 before it is admitted.
-        pages: page ids in the order of the sequence.
+        adapter: adapter that it runs with.
+        deliver: takes its results, in the thread that runs the step; it must not raise.
+
+    Attributes:
+        tokens: `[prompt_len + max_new_tokens]` int64; the first `num_tokens` are known.
+        num_tokens: tokens of the prompt and tokens generated so far.
+        slot: row of the page table; -1 while it waits.
+        pages: page ids in the order of the sequence, unused entries where they were freed
+            because no layer sees them any more.
         past_len: tokens in the pool.
-        new_tokens: tokens generated so far; the last of them is not in the pool yet.
+        content: what its described pages hold; None where no more can be described.
+        num_described: its first pages, whose content the registry was told of.
+        room: tokens that its pages hold without another page or a copy of one.
+        review_at: tokens in the pool at which a page is full, or seen no more.
+        num_cached: prompt tokens whose keys and values were found when it was first admitted;
+            None before that.
     """
 
-    sequence_id: int
-    prompt: npt.NDArray[np.int64]
-    max_new_tokens: int
-    prefill_chunk: int | None
-    keep_logits: bool
-    slot: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)
-    past_len: int = 0
-    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    __slots__ = (
+        "adapter",
+        "content",
+        "deliver",
+        "keep_logits",
+        "max_new_tokens",
+        "num_cached",
+        "num_described",
+        "num_tokens",
+        "pages",
+        "past_len",
+        "prefill_chunk",
+        "prompt_len",
+        "review_at",
+        "room",
+        "sampling",
+        "sequence_id",
+        "slot",
+        "stop_token_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        *,
+        sequence_id: int,
+        prompt: npt.NDArray[np.int64],
+        max_new_tokens: int,
+        sampling: SamplingSpec = GREEDY,
+        stop_token_ids: frozenset[int] = frozenset(),
+        prefill_chunk: int | None = None,
+        keep_logits: bool = False,
+        adapter: str | None = None,
+        deliver: Callable[[StepResult], None] = lambda _: None,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.prompt_len = self.num_tokens = len(prompt)
+        self.max_new_tokens = max_new_tokens
+        self.tokens: npt.NDArray[np.int64] = np.zeros(len(prompt) + max_new_tokens, np.int64)
+        self.tokens[: len(prompt)] = prompt
+        self.sampling = sampling
+        self.stop_token_ids = stop_token_ids
+        self.prefill_chunk = prefill_chunk
+        self.keep_logits = keep_logits
+        self.adapter = adapter
+        self.deliver = deliver
+        self.num_cached: int | None = None
+        self.forget_pages()
+
+    def copy(self, sequence_id: int, deliver: Callable[[StepResult], None]) -> LiveSequence:
+        """Another sequence of the same tokens, without a slot and pages."""
+        other = LiveSequence(
+            sequence_id=sequence_id,
+            prompt=self.tokens[: self.prompt_len],
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            prefill_chunk=self.prefill_chunk,
+            keep_logits=self.keep_logits,
+            adapter=self.adapter,
+            deliver=deliver,
+        )
+        other.tokens[:] = self.tokens
+        other.num_tokens = self.num_tokens
+        return other
+
+    def forget_pages(self) -> None:
+        """Begin again without a slot and with nothing in the pool; the tokens stay known."""
+        self.slot = -1
+        self.pages: list[int] = []
+        self.past_len = 0
+        self.content: int | None = None
+        self.num_described = self.room = self.review_at = 0
 
     @property
-    def prompt_left(self) -> int:
-        """Prompt tokens that are not in the pool yet."""
-        return max(len(self.prompt) - self.past_len, 0)
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that are not in the pool yet."""
+        return self.num_tokens - self.past_len
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is left is its newest token; else it prefills."""
+        return self.num_tokens - self.past_len == 1 and self.num_tokens > self.prompt_len
 
     def next_ids(self, count: int) -> npt.NDArray[np.int64]:
         """The `count` token ids that the next step appends, `[count]` int64."""
-        if self.prompt_left:
-            return self.prompt[self.past_len : self.past_len + count]
-        return np.asarray(self.new_tokens[-1:], np.int64)
+        return self.tokens[self.past_len : self.past_len + count]
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the sequence ends with its newest token; None where it goes on."""
-        if self.new_tokens[-1] in eos_token_ids:
+    def take(self, token: int) -> FinishReason | None:
+        """Append a new token; why the sequence ends with it, None where it goes on."""
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if token in self.stop_token_ids:
             return FinishReason.EOS
-        if len(self.new_tokens) >= self.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.num_new_tokens >= self.max_new_tokens else None
 
 
 def check_prompt(

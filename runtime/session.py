@@ -1,88 +1,101 @@
-"""Continuous batching over one executor: prompts in, greedy tokens out."""
+"""Prompts in, tokens out, in the thread of the caller."""
 
 from __future__ import annotations
 
 import collections
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ExecutionError, SequenceError
-from paged_trt.plugins.tensors import EngineSpec, LogitsMode
-from paged_trt.runtime.batch import Batch
-from paged_trt.runtime.executor import Executor, StepInputs
+from paged_trt.plugins.errors import ConfigError, SequenceError
+from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.core import EngineCore
+from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import Generation, SessionStats, StepResult
-from paged_trt.runtime.sampler import greedy
-from paged_trt.runtime.scheduler import StepPlan, plan_step
 from paged_trt.runtime.sequences import LiveSequence, check_prompt
-from paged_trt.runtime.step import StepBuilder
+from paged_trt.runtime.snapshot import PoolSnapshot, take_snapshot
 
 __all__ = ["Generation", "Session", "SessionStats", "StepResult"]
 
 
 class Session:
-    """Owns the live sequences of one executor and their pages.
+    """One client of an engine core; sessions of one core share its steps, pages and prefixes.
 
-    A sequence that finishes, fails or is released gives its pages back at once. A step that
-    raises, by whatever exception, releases the sequences that it ran; the others stay.
+    Sequences that find no slot or no pages wait. One that finishes, fails or is released gives
+    its pages back at once. A step that fails ends the sequences that it ran, by whatever
+    exception; the others stay. Sessions of one core may run in threads of their own: a step
+    that one of them runs moves the sequences of all.
 
     Args:
-        executor: runs the model; `close` closes it. No other session may use it meanwhile,
-            since both would hand out the same pages.
+        engine: an executor, which gets a core of its own and is closed with the session; or a
+            core, which stays open.
         eos_token_ids: tokens that end a sequence.
-        page_order: order in which pages are first handed out, a permutation of all page
-            ids; ascending when left out. The results do not depend on it.
-        bucketed_shapes: pad N and M to the bucket lists; the executor's own wish when left
-            out. The results do not depend on it.
+        page_order: as of EngineCore, for an executor.
+        bucketed_shapes: as of EngineCore, for an executor.
+        reuses_prefixes: as of EngineCore, for an executor; True when left out.
 
     Raises:
         KvPoolError: `page_order` is no permutation of the pool's pages.
+        ConfigError: an option of the core is given with a core.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        engine: Executor | EngineCore,
         *,
         eos_token_ids: Iterable[int] = frozenset(),
         page_order: Sequence[int] | None = None,
         bucketed_shapes: bool | None = None,
+        reuses_prefixes: bool | None = None,
     ) -> None:
-        spec = executor.spec
-        self._executor = executor
-        self._spec = spec
+        options = (page_order, bucketed_shapes, reuses_prefixes)
+        self._owns_core = not isinstance(engine, EngineCore)
+        if not isinstance(engine, EngineCore):
+            engine = EngineCore(
+                engine,
+                page_order=page_order,
+                bucketed_shapes=bucketed_shapes,
+                reuses_prefixes=reuses_prefixes is not False,
+            )
+        elif any(option is not None for option in options):
+            raise ConfigError("a core has its options already; give them to EngineCore")
+        self._core = engine
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._batch = Batch(spec.pool, page_order=page_order)
-        self._builder = StepBuilder(
-            spec,
-            bucketed=executor.bucketed_shapes if bucketed_shapes is None else bucketed_shapes,
-        )
-        self._next_id = 0
-        self._prefill_steps = 0
-        self._decode_steps = 0
+        self._live: dict[int, LiveSequence] = {}
+        self._results: collections.deque[StepResult] = collections.deque()
         self._is_closed = False
+
+    @property
+    def core(self) -> EngineCore:
+        """What this session is a client of."""
+        return self._core
 
     @property
     def executor(self) -> Executor:
         """What runs the model."""
-        return self._executor
+        return self._core.executor
 
     def add(
         self,
         prompt_ids: Iterable[int],
         max_new_tokens: int,
         *,
+        sampling: SamplingSpec = GREEDY,
+        stop_token_ids: Iterable[int] = frozenset(),
         prefill_chunk: int | None = None,
         keep_logits: bool = False,
     ) -> int:
-        """Admit a sequence; `step` runs its prompt.
+        """Queue a sequence; `step` runs it.
 
         Args:
             prompt_ids: token ids of the prompt.
             max_new_tokens: tokens to generate at most.
-            prefill_chunk: most prompt tokens that one step runs; left out, the budget of
+            sampling: how its tokens are chosen.
+            stop_token_ids: tokens that end it, besides those of the session.
+            prefill_chunk: most tokens of one prefill step; left out, the budget of
                 the engine, max_num_tokens.
             keep_logits: results carry a copy of the logits.
 
@@ -90,54 +103,69 @@ class Session:
             The id of the sequence.
 
         Raises:
-            SequenceError: the engine cannot serve the prompt, every slot is taken, or the
-                session is closed; nothing was changed.
+            SequenceError: the engine cannot serve the prompt, as many sequences wait as may
+                wait, or the session is closed; nothing was changed.
+            UnsupportedError: the engine cannot sample in this way.
         """
-        self._check_open()
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise SequenceError(f"`prefill_chunk` must be 1 token or more, got {prefill_chunk}")
-        sequence = LiveSequence(
-            sequence_id=self._next_id,
-            prompt=check_prompt(self._spec, prompt_ids, max_new_tokens),
-            max_new_tokens=max_new_tokens,
+        self._require_open()
+        sequence = self._core.submit(
+            check_prompt(self._core.spec, prompt_ids, max_new_tokens),
+            max_new_tokens,
+            sampling=sampling,
+            stop_token_ids=self._eos_token_ids.union(stop_token_ids),
             prefill_chunk=prefill_chunk,
             keep_logits=keep_logits,
+            deliver=self._results.append,
         )
-        self._batch.admit(sequence)
-        self._next_id += 1
+        self._live[sequence.sequence_id] = sequence
         return sequence.sequence_id
 
-    def step(self) -> list[StepResult]:
-        """Run one prefill or decode step.
+    def fork(self, sequence_id: int, *, sampling: SamplingSpec | None = None) -> int:
+        """A second sequence that goes on from where one is, on the same pages.
+
+        Args:
+            sequence_id: of the first one.
+            sampling: how the new one chooses its tokens; as the first one, with another seed,
+                when left out.
 
         Returns:
-            One result for each sequence that got a token: none from a step that ran only
-            parts of prompts, and none where no sequence is live.
+            The id of the new sequence.
 
         Raises:
-            PagesExhausted: the step needs more pages than are free; nothing was changed, and
-                the step can be tried again once a sequence was released.
-            ExecutionError: the model failed, or its logits are no numbers.
+            SequenceError: the sequence is not live, waits or still runs its prompt, or every
+                slot is taken.
+        """
+        fork = self._core.fork(
+            self._get(sequence_id), sampling=sampling, deliver=self._results.append
+        )
+        self._live[fork.sequence_id] = fork
+        return fork.sequence_id
+
+    def step(self) -> list[StepResult]:
+        """Run one step, or take what another session's step gave.
+
+        Returns:
+            One result for each sequence of this session that got a token: none from a step
+            that ran only parts of prompts, and none where no sequence is live.
+
+        Raises:
+            PagesExhausted: a sequence needs more pages than the pool can give; it is ended.
+            ExecutionError: the model failed, or its logits are no numbers; the sequences of
+                the step are ended.
             SequenceError: the session is closed.
         """
-        self._check_open()
-        plan = plan_step(self._batch, max_num_tokens=self._spec.max_num_tokens)
-        if plan is None:
-            return []
-        self._batch.grow(plan)
-        try:
-            inputs = self._builder.build(plan, self._batch.table)
-            logits = self._executor.step(inputs)
-            results = self._advance(plan, self._sampled_rows(plan, inputs, logits))
-        except BaseException:
-            # The pools may hold any part of this step, so its sequences cannot go on.
-            for segment in plan.segments:
-                self._batch.drop(segment.sequence)
-            raise
-        if plan.is_prefill:
-            self._prefill_steps += 1
-        else:
-            self._decode_steps += 1
+        self._require_open()
+        if not self._results:
+            try:
+                self._core.step()
+            except BaseException:
+                self._take_results()
+                raise
+        results = self._take_results()
+        failed = [result.error for result in results if result.error is not None]
+        if failed:
+            self._results.extendleft(each for each in reversed(results) if each.error is None)
+            raise failed[0]
         return results
 
     def generate(
@@ -146,15 +174,17 @@ class Session:
         max_new_tokens: int,
         *,
         on_token: Callable[[int, int], None] | None = None,
+        sampling: SamplingSpec = GREEDY,
         keep_logits: bool = False,
         prefill_chunk: int | None = None,
     ) -> list[Generation]:
-        """Continue all prompts; those that find no free slot wait for one.
+        """Continue all prompts; those that find no slot or no pages wait.
 
         Args:
             prompts: token ids of each prompt.
             max_new_tokens: tokens to generate at most, for each prompt.
             on_token: called with the index of the prompt and its new token.
+            sampling: how tokens are chosen, for each prompt.
             keep_logits: generations carry their logits.
             prefill_chunk: as in `add`.
 
@@ -162,39 +192,44 @@ class Session:
             One generation per prompt, in the order of the prompts.
 
         Raises:
-            SequenceError: a prompt cannot be served, or sequences of `add` are live.
-            PagesExhausted: the pool is too small for the step.
+            SequenceError: a prompt cannot be served.
+            PagesExhausted: the pool is too small for one of them.
             ExecutionError: the model failed.
                 Whatever is raised, every page of this call is free again.
         """
-        self._check_open()
-        if len(self._batch):
-            raise SequenceError(
-                f"`generate` needs a session without live sequences, {len(self._batch)} are "
-                "live; release them or step them to their end"
-            )
-        checked = _check_prompts(self._spec, prompts, max_new_tokens)
-        waiting = collections.deque(enumerate(checked))
+        self._require_open()
+        checked = _check_prompts(self._core.spec, prompts, max_new_tokens)
         results: list[list[StepResult]] = [[] for _ in checked]
+        arrived: collections.deque[StepResult] = collections.deque()
         index_of: dict[int, int] = {}
+        sequences: list[LiveSequence] = []
         try:
-            while waiting or len(self._batch):
-                while waiting and self._batch.has_free_slot:
-                    index, prompt = waiting.popleft()
-                    sequence_id = self.add(
-                        prompt,
-                        max_new_tokens,
-                        prefill_chunk=prefill_chunk,
-                        keep_logits=keep_logits,
-                    )
-                    index_of[sequence_id] = index
-                for result in self.step():
+            for index, prompt in enumerate(checked):
+                sequence = self._core.submit(
+                    prompt,
+                    max_new_tokens,
+                    sampling=sampling,
+                    stop_token_ids=self._eos_token_ids,
+                    prefill_chunk=prefill_chunk,
+                    keep_logits=keep_logits,
+                    deliver=arrived.append,
+                )
+                sequences.append(sequence)
+                index_of[sequence.sequence_id] = index
+            pending = len(sequences)
+            while pending:
+                self._core.step()
+                while arrived:
+                    result = arrived.popleft()
+                    if result.error is not None:
+                        raise result.error
                     index = index_of[result.sequence_id]
                     results[index].append(result)
+                    pending -= result.finished is not None
                     if on_token is not None:
                         on_token(index, result.token)
         finally:
-            self._batch.drop_all()
+            self._core.cancel(sequences)
         return [_generation(each) for each in results]
 
     def release(self, sequence_id: int) -> None:
@@ -203,25 +238,27 @@ class Session:
         Raises:
             SequenceError: it is not live.
         """
-        self._batch.drop(self._batch.get(sequence_id))
+        self._core.cancel([self._get(sequence_id)])
+        self._live.pop(sequence_id, None)
 
     def stats(self) -> SessionStats:
-        """Pages, sequences and steps."""
-        return SessionStats(
-            pages_in_use=self._batch.registry.num_used,
-            pages_free=self._batch.registry.num_free,
-            sequences=len(self._batch),
-            prefill_steps=self._prefill_steps,
-            decode_steps=self._decode_steps,
-        )
+        """Pages, sequences and steps of the core."""
+        return self._core.stats()
+
+    def snapshot(self) -> PoolSnapshot:
+        """Who holds which page now, for `runtime.snapshot`."""
+        batch = self._core.batch
+        tokens = {sequence.slot: sequence.past_len for sequence in batch}
+        return take_snapshot(self._core.spec.pool, batch.registry, batch.table, tokens)
 
     def close(self) -> None:
-        """Release all sequences and close the executor; a second call does nothing."""
+        """Release all sequences, and close an executor of its own; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._batch.drop_all()
-        self._executor.close()
+        self._core.cancel(self._live.values())
+        if self._owns_core:
+            self._core.close()
 
     def __enter__(self) -> Session:
         return self
@@ -234,50 +271,27 @@ class Session:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise SequenceError("the session is closed; make another one")
-
-    def _sampled_rows(
-        self, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
-    ) -> npt.NDArray[Any]:
-        """Logits `[len(plan.segments), vocab_size]` of the last token of each segment."""
-        is_last = self._spec.logits_mode is LogitsMode.LAST
-        rows = len(inputs.past_lens) if is_last else len(inputs.input_ids)
-        if logits.shape != (rows, self._spec.vocab_size):
-            raise ExecutionError(
-                f"the {self._executor.name} executor gave logits of shape "
-                f"{list(logits.shape)}, expected {[rows, self._spec.vocab_size]}; "
-                "rebuild the engine with `paged-trt build`"
-            )
-        if is_last:
-            return logits[: len(plan.segments)]
-        return logits[inputs.query_start_offsets[1 : len(plan.segments) + 1] - 1]
-
-    def _advance(self, plan: StepPlan, logits: npt.NDArray[Any]) -> list[StepResult]:
-        """Sample all rows, and only then count the tokens of the step as done."""
-        rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
-        tokens = dict(zip(rows, greedy(logits[rows]), strict=True))
+    def _take_results(self) -> list[StepResult]:
         results = []
-        for row, segment in enumerate(plan.segments):
-            segment.sequence.past_len = segment.end
-            if row in tokens:
-                results.append(self._take_token(segment.sequence, tokens[row], logits[row]))
+        while self._results:
+            result = self._results.popleft()
+            if result.finished is not None:
+                self._live.pop(result.sequence_id, None)
+            results.append(result)
         return results
 
-    def _take_token(
-        self, sequence: LiveSequence, token: int, logits: npt.NDArray[Any]
-    ) -> StepResult:
-        sequence.new_tokens.append(token)
-        finished = sequence.finish_reason(self._eos_token_ids)
-        if finished is not None:
-            self._batch.drop(sequence)
-        return StepResult(
-            sequence_id=sequence.sequence_id,
-            token=token,
-            logits=logits.astype(np.float32) if sequence.keep_logits else None,
-            finished=finished,
-        )
+    def _get(self, sequence_id: int) -> LiveSequence:
+        sequence = self._live.get(sequence_id)
+        if sequence is None:
+            raise SequenceError(
+                f"sequence {sequence_id} is not live: it finished, was released or was never "
+                f"added; {len(self._live)} sequences are live"
+            )
+        return sequence
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SequenceError("the session is closed; make another one")
 
 
 def _check_prompts(
@@ -301,4 +315,5 @@ def _generation(results: Sequence[StepResult]) -> Generation:
         tokens=tuple(result.token for result in results),
         finish_reason=reason,
         logits=np.stack(rows) if rows else None,
+        num_cached_tokens=results[-1].num_cached_tokens,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,14 +15,25 @@ import numpy.typing as npt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
 from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.pool import DeviceArena, allocate_pools
+from paged_trt.runtime.pool import (
+    DeviceArena,
+    allocate_pools,
+    copy_pages,
+    download_pages,
+    layer_pools,
+    poison_pages,
+)
+from paged_trt.runtime.sampler import Sampling
+from paged_trt.runtime.step_sampling import Sampled, StepSampler, sampled_on_host
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -34,7 +46,7 @@ class ExecutorStats:
     """Counts since the executor was made.
 
     Attributes:
-        steps: steps that gave logits.
+        steps: steps that gave logits or next tokens.
         graph_captures: CUDA graphs captured.
         graph_replays: decode steps that a graph ran.
         graph_fallbacks: decode steps that a graph should have run and did not.
@@ -44,6 +56,7 @@ class ExecutorStats:
         allocations: device and page-locked allocations; all are made at load.
         device_bytes: device memory of pools, step buffers and activations, without weights.
         contexts: execution contexts, one for prefill and one for each bucket of decode steps.
+        wait_seconds: how long steps waited for the device once all of their work was handed over.
     """
 
     steps: int
@@ -56,6 +69,7 @@ class ExecutorStats:
     allocations: int
     device_bytes: int
     contexts: int
+    wait_seconds: float
 
 
 class TensorRtExecutor:
@@ -75,7 +89,9 @@ class TensorRtExecutor:
         keep: what must outlive the engine, such as the runtime that made it.
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
+        keep_compiled: called after a step for which TensorRT may have compiled kernels.
         uses_graphs: replay decode steps as CUDA graphs.
+        sampling_kernel: the loaded kernel; None draws on the host.
 
     Raises:
         ExecutionError: there is too little memory, or TensorRT refused; everything that was
@@ -96,14 +112,20 @@ class TensorRtExecutor:
         make_context: Callable[[Any, int], Any] = lambda engine, _: (
             engine.create_execution_context()
         ),
+        keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
+        sampling_kernel: Any = None,
     ) -> None:
-        scales = checked_scales(spec, kv_scales or {})
+        self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
         self._lines = LogLines() if lines is None else lines
         self._uses_graphs = uses_graphs
         self._make_context = make_context
+        self._keep_compiled = keep_compiled
+        self._has_new_context = False
         self._num_steps = 0
+        self._wait_seconds = 0.0
+        self._meanwhile: Callable[[], None] | None = None
         self._problem: str | None = None
         self._running = threading.Lock()
         with device.current(), contextlib.ExitStack() as undo:
@@ -111,8 +133,13 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings(scales)
+            self._fixed = self._fixed_bindings()
             self._buffers = StepBuffers(self._arena, spec)
+            self._sampler = (
+                None
+                if sampling_kernel is None
+                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+            )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
             self._engine: Any = engine
@@ -145,6 +172,11 @@ class TensorRtExecutor:
         """True: a CUDA graph fits one (N, M)."""
         return True
 
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the sampling kernel can read the engine's logits."""
+        return self._sampler is not None
+
     def stats(self) -> ExecutorStats:
         """Counts since the executor was made."""
         return ExecutorStats(
@@ -158,6 +190,7 @@ class TensorRtExecutor:
             allocations=self._arena.num_allocations,
             device_bytes=self._arena.num_bytes,
             contexts=1 + len(self._generation),
+            wait_seconds=self._wait_seconds,
         )
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
@@ -170,17 +203,113 @@ class TensorRtExecutor:
             ExecutionError: TensorRT or the device failed; where the device is lost, the
                 executor says so from then on. Or it is closed, or another thread's step runs.
         """
-        if self._problem is not None:
-            raise ExecutionError(f"{self._problem}; load the engine again")
-        # Both would write the same page-locked blocks while copies still read them.
-        if not self._running.acquire(blocking=False):
-            raise ExecutionError(
-                "another thread runs a step of this executor; load the engine once per thread"
-            )
-        try:
-            return self._step(inputs)
-        finally:
-            self._running.release()
+        with self._alone():
+            return self._buffers.logits(self._step(inputs, self._buffers.download))
+
+    def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """As `step`, for the greedy choices of the engine; the logits stay on the device.
+
+        Returns:
+            `[N]`; an id outside the vocabulary where a row has no largest logit.
+
+        Raises:
+            ExecutionError: as `step`.
+            UnsupportedError: the engine was built without `--greedy-in-engine`.
+        """
+        require_next_tokens(self._spec)
+        with self._alone():
+            return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
+
+    def step_sampled(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        specs: Sequence[Sampling],
+        steps: Sequence[int],
+        *,
+        with_logprobs: bool = False,
+    ) -> Sampled:
+        """As `step`, for tokens that are drawn from the logits where they are.
+
+        Where the kernel cannot read the logits, they are copied and drawn from in NumPy: the
+        tokens are the same.
+
+        Returns:
+            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+
+        Raises:
+            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ConfigError: a row draws and has no seed.
+        """
+        sampler = self._sampler
+        if sampler is None:
+            return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
+        with self._alone():
+            sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
+            return sampler.result(self._step(inputs, sampler.download), rows)
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        """Do some work once the next step is handed over to the device, before the wait for it."""
+        self._meanwhile = work
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values of whole pages, `(source, target)`, in every layer.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            copy_pages(self._spec, self._pools, pages, self._stream)
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Fill pages with bytes of 0xFF, NaN in every float type.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._alone():
+            poison_pages(self._spec, self._pools, page_ids, self._stream)
+
+    def warm_up(self) -> None:
+        """Make what steps make when they are first needed: contexts, their kernels and graphs.
+
+        One step of padding for prefill and for each (N, M) bucket of decode. A server calls it
+        before its first request: then no request waits for a compiler, and memory that runs out
+        runs out now.
+
+        Raises:
+            ExecutionError: as `step`.
+        """
+        pool = self._spec.pool
+        self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
+        for num_seqs in power_of_two_buckets(pool.max_batch_size):
+            for width in table_width_buckets(pool):
+                self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+
+    @property
+    def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Scales input name -> `[2, num_kv_heads]`; empty unless the pools are quantised."""
+        return self._scales
+
+    def read_pages(self, name: str, pages: Sequence[int]) -> npt.NDArray[Any]:
+        """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            return download_pages(self._stream, self._spec, name, self._address(name), pages)
+
+    def fill_pools(self, byte: int) -> None:
+        """Set every byte of every pool.
+
+        Raises:
+            ExecutionError: the device failed, or the executor is closed.
+        """
+        with self._device.current():
+            for layer in layer_pools(self._spec):
+                self._stream.fill(self._address(layer.key_name), layer.num_bytes, byte=byte)
+            self._stream.synchronize()
 
     def close(self) -> None:
         """Free pools, buffers, graphs and the engine; a second call does nothing."""
@@ -197,19 +326,50 @@ class TensorRtExecutor:
             with contextlib.suppress(ExecutionError):
                 self._stream.synchronize()
 
-    def _step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The device is current, and no other thread uses this executor."""
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        # Both would write the same page-locked blocks while copies still read them.
+        if not self._running.acquire(blocking=False):
+            raise ExecutionError(
+                "another thread runs a step of this executor; load the engine once per thread"
+            )
+        try:
+            with self._device.current():
+                yield
+        finally:
+            self._running.release()
+
+    def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
         num_seqs, width = inputs.page_table.shape
         step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
-        with self._device.current():
-            try:
-                self._launch(inputs, step)
-                self._buffers.download(step, self._stream)
-                self._stream.synchronize()
-            except BaseException as error:
-                self._recover(error)
-                raise
+        try:
+            self._launch(inputs, step)
+            download(step, self._stream)
+            self._work_meanwhile()
+            begin = time.perf_counter()
+            self._stream.synchronize()
+            self._wait_seconds += time.perf_counter() - begin
+        except BaseException as error:
+            self._recover(error)
+            raise
+        if self._has_new_context:
+            self._has_new_context = False
+            self._keep_compiled()
         self._num_steps += 1
-        return self._buffers.logits(step)
+        return step
+
+    def _address(self, name: str) -> int:
+        if self._problem is not None:
+            raise ExecutionError(f"{self._problem}; load the engine again")
+        return self._fixed[name][0]
+
+    def _work_meanwhile(self) -> None:
+        work, self._meanwhile = self._meanwhile, None
+        if work is not None:
+            work()
 
     def _drop_engine(self) -> None:
         """Contexts before their engine, and both before the memory that they point to."""
@@ -249,15 +409,15 @@ class TensorRtExecutor:
         except ExecutionError as lost:
             self._problem = f"the device was lost in a step ({error}; then {lost})"
 
-    def _fixed_bindings(self, scales: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Binding]:
+    def _fixed_bindings(self) -> dict[str, Binding]:
         """Pools, inputs and outputs at one address, and scales."""
         fixed: dict[str, Binding] = {}
         dims = {tensor.name: tensor.dims for tensor in self._spec.tensors()}
-        pools = allocate_pools(self._arena, self._spec, self._stream)
-        for name, address in pools.items():
+        self._pools = allocate_pools(self._arena, self._spec, self._stream)
+        for name, address in self._pools.items():
             fixed[name] = (address, tuple(int(dim) for dim in dims[name]))
             fixed[pool_output_name(name)] = (address, None)
-        for name, array in scales.items():
+        for name, array in self._scales.items():
             address = self._arena.allocate(array.nbytes, f"`{name}`")
             host = self._arena.allocate_pinned(array.nbytes)
             host[:] = array.reshape(-1).view(np.uint8)
@@ -283,13 +443,19 @@ class TensorRtExecutor:
                 raise self._error(f"TensorRT refused profile {profile}")
             self._stream.synchronize()
         context.set_device_memory(self._scratch, self._scratch_bytes)
+        self._has_new_context = True
         return BoundContext(context, self._fixed)
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
-        parts = [problem, *([] if cause is None else [str(cause)])]
-        tail = self._lines.tail()
-        error = ExecutionError(
-            ": ".join(parts) + (f"\nlast lines of its log:\n{tail}" if tail else "")
-        )
-        error.__cause__ = cause
-        return error
+        return tensorrt_error(ExecutionError, problem, log=self._lines.tail(), cause=cause)
+
+
+def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:
+    """A step without a token of any sequence: it writes no page and its logits mean nothing."""
+    return StepInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        position_ids=np.zeros(num_tokens, np.int64),
+        page_table=np.full((num_seqs, width), UNUSED_PAGE_ENTRY, np.int32),
+        query_start_offsets=np.zeros(num_seqs + 1, np.int32),
+        past_lens=np.zeros(num_seqs, np.int32),
+    )

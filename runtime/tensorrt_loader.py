@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,28 @@ import numpy.typing as npt
 from paged_trt.plugins import cuda, trt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, kept_device
-from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import (
+    ComputeCapabilityError,
+    ExecutionError,
+    PlanVersionError,
+    UnsupportedError,
+)
 from paged_trt.plugins.launch.dispatch import warm_keys
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.load_check import check_engine_table, table_from_engine
+from paged_trt.plugins.launch.sampling import sample_build
+from paged_trt.plugins.load_check import (
+    check_engine_table,
+    engine_information,
+    table_from_engine,
+)
 from paged_trt.plugins.manifest import PLAN_FILE, BuildRecord, EngineManifest, read_checked
 from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.jit_cache import JitCache
+from paged_trt.runtime.step_sampling import samples_on_device
 from paged_trt.runtime.tensorrt_executor import GENERATION_PROFILE, TensorRtExecutor
 
 _LOG: Final = logging.getLogger("paged_trt")
@@ -49,12 +64,12 @@ def check_runnable(build: BuildRecord, ordinal: int) -> str:
     built = (build.flavor, build.tensorrt_version)
     found = (trt.flavor(), trt.version())
     if built != found:
-        raise UnsupportedError(
+        raise PlanVersionError(
             f"the plan was built by {built[0]} {built[1]} and {found[0]} {found[1]} is installed; "
             "install the first, or rebuild the engine with `paged-trt build`"
         )
     if not _covers(build.compute_capabilities, arch):
-        raise UnsupportedError(
+        raise ComputeCapabilityError(
             f"the plan was built for compute capability {', '.join(build.compute_capabilities)} "
             f"and device {ordinal} has {_capability(arch)}; rebuild the engine on this machine"
         )
@@ -91,12 +106,15 @@ def open_engine(
     with device.current():
         _check_memory(device, spec, plan_bytes=manifest.files[PLAN_FILE].size)
         warm_kernels(spec, arch)
+        sampling_kernel = load_sampling_kernel(spec, arch)
         lines = trt.LogLines()
         # Hashed again: another process may have replaced the file since it was checked.
         plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
         engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
         del plan
         check_engine_table(spec, table_from_engine(engine))
+        key = (manifest.files[PLAN_FILE].sha256, trt.flavor(), trt.version(), arch)
+        cache = JitCache(engine, key)
     is_rtx_on_hopper = arch == _HOPPER and trt.flavor() == "tensorrt_rtx"
     return TensorRtExecutor(
         engine,
@@ -106,9 +124,48 @@ def open_engine(
         notes=(HOPPER_NOTE,) if is_rtx_on_hopper else (),
         lines=lines,
         keep=keep,
-        make_context=make_context,
+        make_context=functools.partial(make_context, cache=cache),
+        keep_compiled=cache.save,
         uses_graphs=uses_graphs,
+        sampling_kernel=sampling_kernel,
     )
+
+
+def describe_plan(folder: Path, manifest: EngineManifest, *, ordinal: int = 0) -> dict[str, Any]:
+    """What TensorRT says of the plan of an engine directory, whose files were checked.
+
+    Args:
+        folder: the engine directory.
+        manifest: its manifest.
+        ordinal: number of the device.
+
+    Raises:
+        PagedTrtError: as `open_engine`; no pool is allocated.
+    """
+    check_runnable(manifest.build, ordinal)
+    with kept_device(ordinal).current():
+        lines = trt.LogLines()
+        plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
+        engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
+        check_engine_table(manifest.spec, table_from_engine(engine))
+        found = engine_information(engine)
+        # The engine goes before what made it.
+        del engine
+        del keep
+    return found
+
+
+def load_sampling_kernel(spec: EngineSpec, arch: str) -> Any:
+    """The sampling kernel of an engine in the current context; None where none reads its logits.
+
+    Raises:
+        UnsupportedError: no compiler is installed.
+        KernelError: it did not compile or load.
+    """
+    if not samples_on_device(spec):
+        return None
+    build = sample_build(spec.logits_dtype, DType.INT64, vocab_size=spec.vocab_size)
+    return KERNELS.load(build, arch)
 
 
 def warm_kernels(spec: EngineSpec, arch: str) -> None:
@@ -129,7 +186,7 @@ def warm_kernels(spec: EngineSpec, arch: str) -> None:
         KERNELS.warm(warm_keys(request))
 
 
-def make_context(engine: Any, profile: int) -> Any:
+def make_context(engine: Any, profile: int, *, cache: JitCache) -> Any:
     """An execution context without memory of its own; its profile is not chosen yet.
 
     RTX compiles its kernels for each shape that it meets, by default in the background. Then a
@@ -140,6 +197,7 @@ def make_context(engine: Any, profile: int) -> Any:
     Args:
         engine: TensorRT engine.
         profile: what the context is for.
+        cache: kernels that were compiled before.
     """
     api = trt.load()
     settings = engine.create_runtime_config()
@@ -151,6 +209,7 @@ def make_context(engine: Any, profile: int) -> Any:
         settings.dynamic_shapes_kernel_specialization_strategy = (
             strategies.EAGER if profile == GENERATION_PROFILE else strategies.NONE
         )
+    cache.attach(settings)
     return engine.create_execution_context(runtime_config=settings)
 
 
@@ -196,8 +255,6 @@ def _deserialize(plan: bytes, path: Path, lines: trt.LogLines) -> tuple[Any, obj
     if cause is not None:
         raise cause
     if engine is None:
-        raise UnsupportedError(
-            f"{trt.flavor()} {trt.version()} does not load {path} on this device; "
-            f"last lines of its log:\n{lines.tail()}"
-        )
+        problem = f"{trt.flavor()} {trt.version()} does not load {path} on this device"
+        raise tensorrt_error(UnsupportedError, problem, log=lines.tail())
     return engine, (runtime, logger)

@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn
 
 import tokenizers
 
-from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, ManifestError, SequenceError
+from paged_trt.runtime.chat_template import render
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
@@ -81,7 +82,18 @@ class Tokenizer:
             text: what to encode.
             add_special_tokens: let the tokenizer add its beginning-of-text token. False for
                 the result of `chat_prompt`, which holds them already.
+
+        Raises:
+            SequenceError: the text holds half a character of UTF-16, as bytes that are no text
+                become.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SequenceError(
+                f"the prompt holds bytes that are no UTF-8 text: {error}; encode it as UTF-8, or "
+                "pass token ids"
+            ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -95,35 +107,12 @@ class Tokenizer:
         return TextStream(self)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` works."""
-        return self._template() is not None
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Prompt text of a conversation, ready for the answer.
-
-        Args:
-            messages: dicts of `role` and `content`.
+    def chat_template(self) -> str | None:
+        """Source of the chat template, untrusted; None where the model has none.
 
         Raises:
-            ConfigError: the model has no chat template, or its template refuses the messages.
-            UnsupportedError: jinja2 is not installed.
+            ManifestError: a file holds something else in its place.
         """
-        template = self._template()
-        if template is None:
-            raise ConfigError(
-                f"{self._directory} has no chat template; pass a plain prompt, or add "
-                f"{CHAT_TEMPLATE_FILE}"
-            )
-        return _render(
-            template,
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=True,
-            bos_token=self._special_token("bos_token") or "",
-            eos_token=self._special_token("eos_token") or "",
-        )
-
-    def _template(self) -> str | None:
         path = self._directory / CHAT_TEMPLATE_FILE
         if path.is_file():
             return _read_text(path)
@@ -135,6 +124,40 @@ class Tokenizer:
         if found is not None and not isinstance(found, str):
             _refuse(self._directory / TOKENIZER_CONFIG_FILE, "chat_template", found)
         return found
+
+    def chat_variables(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """What the chat template reads to render a conversation, ready for the answer.
+
+        Args:
+            messages: dicts of `role` and `content`.
+        """
+        return {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": True,
+            "bos_token": self._special_token("bos_token") or "",
+            "eos_token": self._special_token("eos_token") or "",
+        }
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Prompt text of a conversation, ready for the answer.
+
+        The template runs in this process without a limit of time; a server takes
+        `TemplateProcess`.
+
+        Args:
+            messages: dicts of `role` and `content`.
+
+        Raises:
+            ConfigError: the model has no chat template, or its template refuses the messages.
+            UnsupportedError: jinja2 is not installed.
+        """
+        template = self.chat_template
+        if template is None:
+            raise ConfigError(
+                f"{self._directory} has no chat template; pass a plain prompt, or add "
+                f"{CHAT_TEMPLATE_FILE}"
+            )
+        return render(template, self.chat_variables(messages))
 
     def _special_token(self, name: str) -> str | None:
         found = self._config.get(name)
@@ -212,25 +235,3 @@ def _refuse(path: Path, name: str, found: object) -> NoReturn:
     raise ManifestError(
         f"{path}: `{name}` is {found!r}, which this tokenizer cannot use; correct the entry"
     )
-
-
-def _render(template: str, **variables: object) -> str:
-    try:
-        import jinja2
-        import jinja2.sandbox
-    except ImportError as error:
-        raise UnsupportedError(
-            'a chat template needs jinja2, which is not installed; `pip install "paged-trt[demo]"`'
-        ) from error
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(template).render(**variables)
-    except Exception as error:  # a template may fail in any way
-        raise ConfigError(
-            f"the chat template failed ({type(error).__name__}: {error}); pass a plain prompt"
-        ) from error

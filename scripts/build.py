@@ -13,8 +13,9 @@ from paged_trt.builder.config import BuildConfig
 from paged_trt.builder.pipeline import BuildRequest, PagePlan, build_engine_directory, plan_build
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.scripts.build_check import check_build, require_checkable
-from paged_trt.scripts.cli import configure_logging, plain
+from paged_trt.scripts.cli import configure_logging
 from paged_trt.scripts.compare import EXIT_DIFFERENT
+from paged_trt.scripts.error_output import plain
 
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
 
@@ -64,11 +65,19 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     help="Token rows that get logits: the last of each sequence, or all.",
 )
 @click.option(
+    "--greedy-in-engine",
+    is_flag=True,
+    help="Also choose the next tokens in the engine: greedy steps then copy no logits.",
+)
+@click.option(
     "--tokenizer",
     type=click.Path(path_type=Path),
     help="Folder with tokenizer.json [default: beside MODEL].",
 )
-@click.option("--attention-plan", help="Fix the attention plan: direct or split:TOKENS.")
+@click.option(
+    "--attention-plan",
+    help="Fix the plan: direct, balanced, cluster:BLOCKS, counter:BLOCKS or split:TOKENS.",
+)
 @click.option(
     "--float16-sums",
     is_flag=True,

@@ -10,7 +10,7 @@ from rich.console import Console
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.compare import CompareOptions, compare_engine
 from paged_trt.runtime.decoders import open_decoder
-from paged_trt.scripts.compare import show
+from paged_trt.scripts.compare_table import show
 
 _NEW_TOKENS: Final = 8
 

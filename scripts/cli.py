@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import logging
@@ -16,12 +17,30 @@ from typing import NoReturn
 import click
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.text import Text
 
+from paged_trt.plugins.error_catalog import (
+    INPUT_OUTPUT_CODE,
+    INTERRUPTED_CODE,
+    MEMORY_CODE,
+    USAGE_CODE,
+)
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 from paged_trt.plugins.version import version
+from paged_trt.scripts.error_output import Output, fail, show_usage
 
-COMMANDS = ("explain", "build", "inspect", "run", "compare", "bench")
+COMMANDS = (
+    "explain",
+    "calibrate",
+    "build",
+    "inspect",
+    "run",
+    "serve",
+    "compare",
+    "tune",
+    "polygraphy",
+    "bench",
+    "doctor",
+)
 EXIT_USAGE = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERRUPTED = 130
@@ -46,11 +65,23 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)  # noqa: S101 - ours, not the user's
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click, but an unknown name is answered with the right one."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"they are {', '.join(COMMANDS)}"
+            ctx.fail(f"there is no command `{args[0]}`; {hint}")
+        return super().resolve_command(ctx, args)
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version(), prog_name="paged-trt")
 def cli() -> None:
-    """Paged attention inside a TensorRT engine: explain, build, inspect, run and compare.
+    """Paged attention inside a TensorRT engine: explain, build, inspect, run, serve and compare.
+
+    Where something does not run, `paged-trt doctor` says what this machine lacks.
 
     \b
     Example:
@@ -87,29 +118,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output any more.
     """
     _prepare_process()
+    output = Output()
     try:
         configure_logging(_log_level())
-        result = cli.main(arguments, prog_name="paged-trt", standalone_mode=False)
+        result = cli.main(arguments, prog_name="paged-trt", standalone_mode=False, obj=output)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return fail("interrupted", EXIT_INTERRUPTED, INTERRUPTED_CODE, output)
     except SystemExit:
         # Only click raises it here, for a pipe that was closed; its output is silenced by now.
         return EXIT_BROKEN_PIPE
     except click.ClickException as error:
-        error.show()
-        return EXIT_USAGE
+        show_usage(error, sys.argv[1:] if arguments is None else arguments, output)
+        return fail(error.format_message(), EXIT_USAGE, USAGE_CODE, output)
     except BuildCancelledError as error:
-        code = _fail(str(error), error.exit_code)
+        code = fail(str(error), error.exit_code, error.code, output)
         # TensorRT-RTX corrupts its heap when a build is cancelled: no destructor may run.
         sys.stderr.flush()
         os._exit(code)
     except PagedTrtError as error:
-        return _fail(str(error), error.exit_code, cause=error.__cause__)
+        return fail(str(error), error.exit_code, error.code, output, cause=error.__cause__)
     except OSError as error:
-        return _fail(str(error), EXIT_INPUT_OUTPUT)
+        return fail(str(error), EXIT_INPUT_OUTPUT, INPUT_OUTPUT_CODE, output)
     except MemoryError:
-        return _fail("out of host memory; use a smaller model or pool", EXIT_INPUT_OUTPUT)
+        message = "out of host memory; use a smaller model or pool"
+        return fail(message, EXIT_INPUT_OUTPUT, MEMORY_CODE, output)
 
 
 def _prepare_process() -> None:
@@ -127,26 +160,6 @@ def _prepare_process() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Stop as Ctrl-C does: a build that is told to end leaves nothing half-written either."""
     signal.raise_signal(signal.SIGINT)
-
-
-def _fail(message: str, code: int, *, cause: BaseException | None = None) -> int:
-    click.echo(f"paged-trt: error: {_printable(message)}", err=True)
-    if isinstance(cause, PagedTrtError) and str(cause) not in message:
-        click.echo(f"  because: {_printable(str(cause))}", err=True)
-    return code
-
-
-def plain(text: object) -> Text:
-    """A cell of a table that shows `text` as it is: no markup, no control characters."""
-    return Text(_printable(str(text)))
-
-
-def _printable(text: str) -> str:
-    """Text whose control characters do nothing: names in a model may hold any."""
-    return "".join(
-        character if character in "\n\t" or character.isprintable() else ascii(character)[1:-1]
-        for character in text
-    )
 
 
 def end(code: int) -> NoReturn:

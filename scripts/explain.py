@@ -12,13 +12,14 @@ from rich.text import Text
 
 from paged_trt.builder.onnx.explain import ModelReport, NodeReport, Problem, explain
 from paged_trt.scripts.attention_cells import ATTENTION_COLUMNS, attention_cells
+from paged_trt.scripts.error_output import json_option
 
 EXIT_REFUSED = 2
 
 
 @click.command(name="explain")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@json_option
 @click.pass_context
 def command(ctx: click.Context, model: Path, as_json: bool) -> None:
     """Say of each attention node of MODEL what it becomes, or why not and what to export instead.

@@ -162,23 +162,27 @@ def join(source: Path, target: Path) -> list[Path]:
         KitError: the list or a piece is missing, or a hash differs.
     """
     try:
-        entries = json.loads((source / LIST_FILE).read_text(encoding="utf-8"))["wheels"]
-    except (OSError, ValueError, KeyError) as error:
-        raise KitError(f"{source / LIST_FILE} cannot be read: {error}") from error
+        listed = json.loads((source / LIST_FILE).read_text(encoding="utf-8"))["wheels"]
+        wheels = [
+            (str(entry["name"]), str(entry["sha256"]), [Piece(**each) for each in entry["pieces"]])
+            for entry in listed
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KitError(f"{source / LIST_FILE} cannot be read: {error!r}; copy it again") from error
     joined = []
-    for entry in entries:
-        path = target / _plain(entry["name"])
+    for name, digest, pieces in wheels:
+        path = target / _plain(name)
         with path.open("wb") as out:
-            for piece in entry["pieces"]:
-                out.writelines(_checked(source, Piece(**piece)))
-        if _sha256(path) != entry["sha256"]:
+            for piece in pieces:
+                out.writelines(_checked(source, piece))
+        if _sha256(path) != digest:
             raise KitError(f"{path.name} does not have the SHA-256 of the list; copy it again")
         joined.append(path)
     return joined
 
 
 def _checked(source: Path, piece: Piece) -> Iterator[bytes]:
-    folder, _, name = piece.path.partition("/")
+    folder, _, name = str(piece.path).partition("/")
     path = source / _plain(folder) / _plain(name)
     if not path.is_file():
         raise KitError(f"{path} is missing; copy every folder that `pack` wrote")
@@ -281,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unpacking.add_argument("target", type=Path, help="folder to install into, for PYTHONPATH")
     running = commands.add_parser("run", help="GPU tests, then an engine end to end")
     _add_run_options(running)
+    _add_sanitize_options(commands.add_parser("sanitize", help="GPU tests, compute-sanitizer"))
     options = parser.parse_args(arguments)
     try:
         return _dispatch(options)
@@ -306,6 +311,14 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sanitize_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", type=Path, help="folder for the results")
+    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"], help="[both]")
+    parser.add_argument("--device", type=int, default=0, help="CUDA device [%(default)s]")
+    parser.add_argument("--commit", help="commit for the results [git rev-parse HEAD]")
+    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="words for pytest")
+
+
 def _dispatch(options: argparse.Namespace) -> int:
     if options.command == "pack":
         with tempfile.TemporaryDirectory() as folder:
@@ -320,9 +333,9 @@ def _dispatch(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{options.target}: {'installed' if done else 'is up to date'}\n")
         return 0
     # What runs the engine needs what `unpack` installs.
-    from paged_trt.scripts.gpu_host_run import run
+    from paged_trt.scripts.gpu_host_run import run, sanitize
 
-    return run(options)
+    return sanitize(options) if options.command == "sanitize" else run(options)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,14 @@ METHODS: Final = {
         "the row whose error is the largest part of its allowance is kept; pool bytes after an "
         "append are equal"
     ),
+    "sanitizer": (
+        "compute-sanitizer around every process of pytest; errors and hazards are summed over the "
+        "processes; return codes of driver calls are not errors"
+    ),
 }
+_SUMMARY: Final = re.compile(
+    r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -120,6 +127,52 @@ def run_tests(options: argparse.Namespace) -> int:
     return int(done.returncode != 0)
 
 
+def sanitize(options: argparse.Namespace) -> int:
+    """Run GPU tests under compute-sanitizer and write how many errors it saw.
+
+    Args:
+        options: of `gpu_host sanitize`.
+
+    Returns:
+        0, or 1 where a test failed, a tool saw an error, or a process ended without a summary.
+    """
+    options.output.mkdir(parents=True, exist_ok=True)
+    rows = [_sanitized(tool, options) for tool in options.tools]
+    path = write_results(options.output, "sanitizer", rows, tensorrt="not used", options=options)
+    sys.stdout.write(f"{json.dumps(rows, indent=2)}\n{path}\n")
+    is_clean = all(
+        row["errors"] == row["unfinished"] == row["exit_code"] == 0 < row["processes"]
+        for row in rows
+    )
+    return 0 if is_clean else 1
+
+
+def _sanitized(tool: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
+            *("--report-api-errors", "no", "--log-file", f"{folder}/%p.log"),
+            *(sys.executable, "-m", "pytest", "--require-gpu", "-q", *options.tests),
+        ]
+        done = subprocess.run(  # noqa: S603 - our own words
+            words, cwd=ROOT, check=False, capture_output=True, text=True
+        )
+        sys.stdout.write(done.stdout[-2000:] + done.stderr[-2000:])
+        logs = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.log")]
+    counts = [int(match[1]) for log in logs for match in _SUMMARY.finditer(log)]
+    first = next((log for log in logs if (match := _SUMMARY.search(log)) and match[1] != "0"), "")
+    return {
+        "tool": tool,
+        "tests": done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "none ran",
+        "selection": options.tests,
+        "exit_code": done.returncode,
+        "processes": len(counts),
+        "unfinished": len(logs) - len(counts),
+        "errors": sum(counts),
+        "first_report": first[:2000],
+    }
+
+
 def build(options: argparse.Namespace, workspace: Path) -> Path:
     """Build an engine directory from the model that was given, or from a random toy."""
     model = options.model
@@ -175,6 +228,7 @@ def end_to_end(
         "new_tokens": options.new_tokens,
         "tokens_equal": difference is None,
         "first_difference": difference,
+        **largest_difference(reference.generations, eager.generations),
         "replay_equals_eager": same_bits,
         **_spread("step_us_eager", eager.step_us),
         **_spread("step_us_graph", replayed.step_us),
@@ -207,7 +261,11 @@ def decode(
     executor: Executor, prompts: list[list[int]], new_tokens: int, *, warm_up: bool = True
 ) -> Decoded:
     """Run all prompts; with `warm_up` twice, to keep the run whose kernels and graphs are ready."""
-    with Session(executor) as session, _timed_steps(executor) as steps, _timed_enqueue() as calls:
+    with (
+        Session(executor, reuses_prefixes=False) as session,
+        _timed_steps(executor) as steps,
+        _timed_enqueue() as calls,
+    ):
         if warm_up:
             session.generate(prompts, new_tokens)
             steps.clear()
@@ -284,6 +342,20 @@ def first_difference(
         if first is None or step < first["step"]:
             first = {"sequence": sequence, "step": step, "gap": gap, "bound": bound}
     return first, excused
+
+
+def largest_difference(reference: list[Generation], found: list[Generation]) -> dict[str, float]:
+    """How far logits are apart, over the steps up to a sequence's first other token.
+
+    `max_logit_difference`, and the logit of largest magnitude in that row of the reference.
+    """
+    largest = (0.0, 0.0)
+    for want, have in zip(reference, found, strict=True):
+        for step, (row, other) in enumerate(zip(_logits(want), _logits(have), strict=True)):
+            largest = max(largest, (float(np.abs(row - other).max()), float(np.abs(row).max())))
+            if want.tokens[step] != have.tokens[step]:
+                break
+    return {"max_logit_difference": largest[0], "largest_logit_of_that_row": largest[1]}
 
 
 def _same_bits(one: Generation, two: Generation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,46 +11,177 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.hops import Hop, check_hops
 from paged_trt.plugins.manifest import EngineManifest, check_files, read_manifest
+from paged_trt.runtime.snapshot import SessionRecord, read_record
 from paged_trt.scripts.attention_cells import ATTENTION_COLUMNS, attention_cells
-from paged_trt.scripts.cli import plain
+from paged_trt.scripts.doctor_probes import run_probe
+from paged_trt.scripts.error_output import json_option, plain
+from paged_trt.scripts.files import require_writable
+from paged_trt.scripts.inspect_plans import (
+    Device,
+    StepPlan,
+    byte_counts,
+    device_of,
+    information_table,
+    page_plan_table,
+    plans_json,
+    plans_table,
+    profiles_table,
+    require_same_engine,
+    step_plans,
+)
+from paged_trt.scripts.pool_picture import write_picture
 
 
 @click.command(name="inspect")
 @click.argument("engine_dir", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
-def command(engine_dir: Path, as_json: bool) -> None:
-    """Check ENGINE_DIR and show its geometry, tensors and the hops of the page count.
+@click.option("--device", type=int, default=0, show_default=True, help="CUDA device to plan for.")
+@click.option(
+    "--session",
+    type=click.Path(path_type=Path),
+    help="Record of a session, of `paged-trt run --record`; it may still be running.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw the session's page table and pool occupancy to this PNG file.",
+)
+@json_option
+def command(
+    engine_dir: Path, device: int, session: Path | None, picture: Path | None, as_json: bool
+) -> None:
+    """Check ENGINE_DIR and show its geometry, tensors, plans and the hops of the page count.
+
+    No GPU is needed; with one, decode plans are those of the device, and what TensorRT itself
+    says of the engine is shown, too.
 
     \b
     Example:
       paged-trt inspect engine
       paged-trt inspect engine --json | jq .pool.num_pages
+      paged-trt inspect engine --session session.json --picture pages.png
     """
+    require_writable(picture, option="--picture")
+    if picture is not None and session is None:
+        raise ConfigError(
+            "`--picture` draws a session: record one with `paged-trt run ENGINE_DIR --record FILE` "
+            "and pass it with `--session FILE`"
+        )
     manifest = read_manifest(engine_dir)
     check_files(engine_dir, manifest)
-    hops = check_hops(engine_dir, manifest)
+    found = _look(engine_dir, manifest, device, session)
+    if picture is not None and found.session is not None:
+        write_picture(found.session, picture)
     if as_json:
-        click.echo(json.dumps(report(manifest, hops), indent=2))
+        click.echo(json.dumps(report(found), indent=2))
     else:
-        show(manifest, hops, Console())
+        show(found, Console())
 
 
-def report(manifest: EngineManifest, hops: tuple[Hop, ...]) -> dict[str, Any]:
-    """The manifest, with the hops and the bytes of the pools added."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """An engine directory, looked at.
+
+    Attributes:
+        manifest: what it says of itself.
+        hops: the page count at every hop.
+        device: the GPU that plans are for; None where there is none.
+        plans: attention plans of decode steps.
+        information: what TensorRT says of the engine; None where it was not asked.
+        note: why it was not asked.
+        session: record of a session; None where none was given.
+    """
+
+    manifest: EngineManifest
+    hops: tuple[Hop, ...]
+    device: Device | None
+    plans: list[StepPlan]
+    information: dict[str, Any] | None
+    note: str
+    session: SessionRecord | None
+
+
+def _look(
+    engine_dir: Path, manifest: EngineManifest, number: int, session: Path | None
+) -> Inspection:
+    hops = check_hops(engine_dir, manifest)
+    record = None if session is None else read_record(session)
+    if record is not None and session is not None:
+        require_same_engine(manifest, record.geometry_sha256, session)
+    probe = run_probe("device")
+    device = device_of(probe, number)
+    reason = probe.get("error", {}).get("message", f"there is no CUDA device {number}")
+    note = f"TensorRT was not asked about the plan: {reason}"
+    information = None
+    if device is not None:
+        answer = run_probe("engine", str(engine_dir), str(number))
+        information = None if "error" in answer else answer
+        note = answer.get("error", {}).get("message", "")
+    return Inspection(
+        manifest=manifest,
+        hops=hops,
+        device=device,
+        plans=step_plans(manifest, device),
+        information=information,
+        note=note,
+        session=record,
+    )
+
+
+def report(found: Inspection) -> dict[str, Any]:
+    """The manifest, with hops, plans and bytes added."""
+    manifest = found.manifest
     data = manifest.model_dump(mode="json")
     data["hops"] = [
-        {"name": hop.name, "carrier": hop.carrier, "num_pages": hop.num_pages} for hop in hops
+        {"name": hop.name, "carrier": hop.carrier, "num_pages": hop.num_pages} for hop in found.hops
     ]
     data["pool_bytes"] = manifest.spec.pool_bytes()
+    data["bytes"] = byte_counts(manifest)
+    data["device"] = None if found.device is None else dataclasses.asdict(found.device)
+    data["decode_plans"] = plans_json(found.plans)
+    data["tensorrt_engine"] = found.information
+    data["session"] = None if found.session is None else found.session.model_dump(mode="json")
     return data
 
 
-def show(manifest: EngineManifest, hops: tuple[Hop, ...], console: Console) -> None:
+def show(found: Inspection, console: Console) -> None:
     """Print the tables."""
-    for table in (_summary(manifest), _layers(manifest), _tensors(manifest), _hops(hops)):
+    manifest = found.manifest
+    tables = [
+        _summary(manifest),
+        _layers(manifest),
+        _tensors(manifest),
+        profiles_table(manifest),
+        plans_table(found.plans, found.device),
+        page_plan_table(manifest),
+        _hops(found.hops),
+    ]
+    if found.information is not None:
+        tables.append(information_table(found.information))
+    if found.session is not None:
+        tables.append(_session(found.session))
+    for table in tables:
         console.print(table)
+    if found.note:
+        console.print(plain(f"note: {found.note}"), soft_wrap=True)
+
+
+def _session(record: SessionRecord) -> Table:
+    """The fullest step of a session, slot by slot."""
+    snapshot = record.fullest
+    state = "running" if record.is_running else "ended"
+    title = (
+        f"Session ({state}), fullest step: {snapshot.pages_in_use} of "
+        f"{len(snapshot.references)} pages in use"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("slot", "tokens", "pages"):
+        table.add_column(name)
+    for slot in snapshot.slots:
+        table.add_row(str(slot.slot), str(slot.tokens), ", ".join(map(str, slot.pages)))
+    return table
 
 
 def _summary(manifest: EngineManifest) -> Table:
@@ -65,6 +197,7 @@ def _summary(manifest: EngineManifest) -> Table:
         ("max tokens per step", spec.max_num_tokens),
         ("activations, KV cache", f"{spec.activation_dtype.value}, {spec.kv_cache_dtype.value}"),
         ("logits", f"{spec.logits_mode.value} token rows, {spec.logits_dtype.value}"),
+        ("next tokens", f"chosen by the {'engine' if spec.greedy_in_engine else 'runtime'}"),
         ("TensorRT", f"{build.flavor} {build.tensorrt_version}, route {build.route}"),
         ("compute capabilities", ", ".join(build.compute_capabilities)),
         ("source", f"{manifest.source.name} ({manifest.source.dialect})"),

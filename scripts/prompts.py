@@ -78,11 +78,6 @@ def _encode(tokenizer: Tokenizer | None, text: str, *, chat: bool) -> tuple[int,
             "the engine directory has no tokenizer, so text cannot be read; pass `--input-ids`, "
             "or build the engine with `--tokenizer PATH`"
         )
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise SequenceError(
-            f"the prompt {text!r} holds bytes that are no UTF-8 text; encode it as UTF-8, or pass "
-            "`--input-ids`"
-        )
     if chat:
         rendered = tokenizer.chat_prompt([{"role": "user", "content": text}])
         # The template writes the special tokens itself.

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.readme_kernels import kernel_table
 from paged_trt.scripts.results import ROOT, Results, read_results
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -106,10 +107,37 @@ def rewrite_table(files: list[tuple[str, Results]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def serve_table(files: list[tuple[str, Results]]) -> str:
+    """Latencies and throughput under load: one line per request rate."""
+    lines = [
+        "| model | ran on | trace x length scale | requests/s: asked, done "
+        "| first token, ms: median, p90, p99 | next token, ms: median, p90, p99 | tokens/s "
+        "| pages in use, of | prefix hits | failed | file |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, results in files:
+        for row in results.rows:
+            first, following = (
+                ", ".join(f"{row[key + suffix]:.1f}" for suffix in ("", "_p90", "_p99"))
+                for key in ("first_token_ms", "inter_token_ms")
+            )
+            lines.append(
+                f"| {row['model']}, {row['layers']} layers | {row['executor']} executor, "
+                f"GPU {results.gpu} | {row['trace']} x {row['length_scale']:g} "
+                f"| {row['rate']:g}, {row['requests_per_s']:.2f} | {first} | {following} "
+                f"| {row['tokens_per_s']:.1f} | {row['pages_in_use_max']}, {row['num_pages']} "
+                f"| {row['prefix_hit_rate']:.0%} | {row['failed']} of {row['requests']} "
+                f"| [`{name}`](tests/bench/results/{name}) |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+KERNEL_KINDS = ("decode", "prefill", "append")
 TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {
     "e2e": e2e_table,
     "gpu-matrix": gpu_matrix_table,
     "rewrite": rewrite_table,
+    "serve": serve_table,
 }
 """Table of each kind."""
 
@@ -124,11 +152,16 @@ def render(text: str, directory: Path = RESULTS) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind = match["kind"]
-        if kind not in TABLES:
-            raise ConfigError(f"the README asks for results `{kind}`; known are {sorted(TABLES)}")
+        known = sorted((*TABLES, *KERNEL_KINDS))
+        if kind not in known:
+            raise ConfigError(f"the README asks for results `{kind}`; known are {known}")
         files = [(name, results) for name, results in found if results.kind == kind]
-        # A table without rows says nothing.
-        return match[1] + (TABLES[kind](files) if files else "") + match[3]
+        if not files:
+            # A table without rows says nothing.
+            return match[1] + match[3]
+        if kind in KERNEL_KINDS:
+            return match[1] + kernel_table(files, pictures=directory) + match[3]
+        return match[1] + TABLES[kind](files) + match[3]
 
     return MARKER.sub(table, text)
 

@@ -37,7 +37,18 @@ class Results(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", populate_by_name=True)
 
     schema_version: Literal[1] = pydantic.Field(default=1, alias="schema")
-    kind: Literal["decode", "prefill", "append", "engine", "serve", "e2e", "gpu-matrix", "rewrite"]
+    kind: Literal[
+        "decode",
+        "prefill",
+        "append",
+        "engine",
+        "serve",
+        "host",
+        "e2e",
+        "gpu-matrix",
+        "rewrite",
+        "sanitizer",
+    ]
     commit: str
     date: datetime.date
     gpu: str

@@ -13,9 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.manifest import read_manifest
 from paged_trt.runtime.engine import EXECUTORS, load_engine
+from paged_trt.runtime.requests import SamplingSpec
 from paged_trt.runtime.session import Generation, Session
+from paged_trt.runtime.snapshot import SessionRecorder
 from paged_trt.runtime.tokenizer import Tokenizer
+from paged_trt.scripts.error_output import json_option
+from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
 
 
@@ -31,7 +36,18 @@ from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
     "--device", type=int, default=0, show_default=True, help="CUDA device that runs the plan."
 )
 @click.option("--max-new-tokens", type=int, default=64, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
+)
+@click.option("--top-k", type=int, default=0, help="Likeliest tokens to draw from.  [all]")
+@click.option("--top-p", type=float, default=1.0, help="Their share of probability.  [all]")
+@click.option("--seed", type=int, help="Draws the same tokens again.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    help="Write who held which page to this JSON file, for `paged-trt inspect --session`.",
+)
+@json_option
 def command(
     engine_dir: Path,
     texts: tuple[str, ...],
@@ -40,21 +56,35 @@ def command(
     executor: str,
     device: int,
     max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
-    """Continue prompts with the engine in ENGINE_DIR, greedily, all in one ragged batch.
+    """Continue prompts with the engine in ENGINE_DIR, all in one ragged batch.
 
     \b
     Example:
       paged-trt run engine --prompt "The capital of France is" --max-new-tokens 16
       paged-trt run engine --input-ids 1,2,3 --input-ids 4,5
+      paged-trt run engine --prompt "Hello" --record session.json
     """
+    require_writable(record, option="--record")
     if not texts and not ids:
         raise ConfigError("there is nothing to run; pass `--prompt TEXT` or `--input-ids 1,2,3`")
+    sampling = SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     tokenizer = open_tokenizer(engine_dir)
     prompts = read_prompts(tokenizer, texts=texts, ids=ids, chat=chat)
     engine = load_engine(engine_dir, executor, device=device)
+    recorder = None
+    if record is not None:
+        sha256 = read_manifest(engine_dir).geometry_sha256
+        engine = recorder = SessionRecorder(engine, record, geometry_sha256=sha256)
     with Session(engine, eos_token_ids=tokenizer.eos_token_ids if tokenizer else ()) as session:
+        if recorder is not None:
+            recorder.take = session.snapshot
         notes = Console(stderr=True, highlight=False)
         notes.print(f"executor: {engine.name}", style="dim")
         for note in engine.notes:
@@ -62,7 +92,10 @@ def command(
         stream = None if as_json else _stream(prompts, tokenizer)
         with stream or contextlib.nullcontext():
             generations = session.generate(
-                [prompt.token_ids for prompt in prompts], max_new_tokens, on_token=stream
+                [prompt.token_ids for prompt in prompts],
+                max_new_tokens,
+                on_token=stream,
+                sampling=sampling,
             )
     if as_json:
         click.echo(json.dumps(_report(prompts, generations, tokenizer, engine.name), indent=2))

@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail the tests marked `gpu` where no CUDA device can be used, instead of skipping",
     )
     parser.addoption(
+        "--serving-engine",
+        type=Path,
+        metavar="DIR",
+        help="engine directory that the device tests of serving run, instead of a toy",
+    )
+    parser.addoption(
         "--gpu-matrix",
         type=Path,
         metavar="FILE",

@@ -7,6 +7,7 @@ is. The reference executor runs such a directory, TensorRT cannot.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ from paged_trt.plugins.manifest import (
     MODEL_DATA_FILE,
     MODEL_FILE,
     PLAN_FILE,
+    TOKENIZER_FILES,
     BuildRecord,
     EngineManifest,
     SourceRecord,
@@ -54,6 +56,8 @@ def write_engine_dir(
     kv_cache_dtype: DType | None = None,
     logits_mode: LogitsMode = LogitsMode.LAST,
     kv_scale: float = 1.0,
+    chat_template: str | None = None,
+    greedy_in_engine: bool = False,
 ) -> Path:
     """Rewrite a dense model into an engine directory whose plan is none.
 
@@ -67,6 +71,8 @@ def write_engine_dir(
         kv_cache_dtype: type of the pools; None is the model's own.
         logits_mode: as in `EngineSpec`.
         kv_scale: every scale of quantised pools.
+        chat_template: with it the directory has this template and the source's tokenizer.
+        greedy_in_engine: as in `EngineSpec`.
 
     Returns:
         `target`.
@@ -87,11 +93,16 @@ def write_engine_dir(
         max_input_len=max_input_len,
         max_num_tokens=max_num_tokens,
         reads_position_ids=facts.reads_position_ids,
+        greedy_in_engine=greedy_in_engine,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
     write_plan(target, spec)
     if spec.kv_cache_dtype.is_quantised:
         write_scales(target, spec, kv_scale)
+    if chat_template is not None:
+        (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+            shutil.copy(source.parent / name, target / name)
     record = SourceRecord(
         name=source.name, sha256=file_record(source).sha256, dialect=facts.dialect.value
     )
@@ -128,9 +139,19 @@ def write_scales(target: Path, spec: EngineSpec, kv_scale: float) -> None:
     safetensors.numpy.save_file(scales, target / KV_SCALES_FILE)
 
 
+def change_scales(directory: Path, name: str, *, side: int, factor: float) -> None:
+    """Change one layer's scales of keys (side 0) or values (1), and sign the directory anew."""
+    path = directory / KV_SCALES_FILE
+    scales = safetensors.numpy.load_file(path)
+    scales[name][side] *= np.float32(factor)
+    safetensors.numpy.save_file(scales, path)
+    manifest = read_manifest(directory)
+    write_manifest(directory, manifest.spec, source=manifest.source)
+
+
 def write_manifest(target: Path, spec: EngineSpec, *, source: SourceRecord) -> None:
     """The manifest of the files that lie in `target`."""
-    names = (PLAN_FILE, MODEL_FILE, MODEL_DATA_FILE, KV_SCALES_FILE)
+    names = (PLAN_FILE, MODEL_FILE, MODEL_DATA_FILE, KV_SCALES_FILE, *TOKENIZER_FILES)
     manifest = EngineManifest.create(
         spec=spec,
         engine=make_table(spec),

@@ -13,13 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+CLUSTER, OVERLAP = 4, 6
+"""Ids of launch attributes."""
 
 
 class Function:
     """A loaded kernel: its argument struct tells how to read a launch."""
 
-    def __init__(self, name: str, struct: type[ctypes.Structure] | None = None) -> None:
-        self.name, self.struct = name, struct
+    def __init__(
+        self,
+        name: str,
+        struct: type[ctypes.Structure] | None = None,
+        run: Callable[[dict[str, Any]], None] = lambda args: None,
+    ) -> None:
+        self.name, self.struct, self.run = name, struct, run
 
 
 class Launched:
@@ -31,11 +38,11 @@ class Launched:
         self.threads = config.blockDimX
         self.shared_bytes = config.sharedMemBytes
         self.stream = config.hStream
-        kinds = FakeDriver.CUlaunchAttributeID
         attributes = {attribute.id: attribute.value for attribute in config.attrs}
-        self.overlaps = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in attributes
-        cluster = attributes.get(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-        self.cluster = cluster.clusterDim.x if cluster else 1
+        assert config.numAttrs == len(attributes)
+        self.overlaps = OVERLAP in attributes
+        dim = attributes[CLUSTER].clusterDim if CLUSTER in attributes else None
+        self.cluster = (dim.x, dim.y, dim.z) if dim else (1, 1, 1)
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
         assert function.struct is not None
         assert address is not None
@@ -50,12 +57,13 @@ class FakeDriver:
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = types.SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=OVERLAP,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=CLUSTER,
     )
 
     def __init__(self, memory_bytes: int = 1 << 32) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
+        self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
         self.clears: list[tuple[int, int, int, int]] = []
@@ -67,6 +75,10 @@ class FakeDriver:
         self.graphs = 0
         self.memory_bytes = memory_bytes
         self.recording: list[Callable[[], None]] | None = None
+        self.events = 0
+        self.marks: dict[int, float] = {}
+        self.clock_us = 0.0
+        self.launch_us: Callable[[Launched], float] = lambda launched: 1.0
 
     def CUlaunchConfig(self) -> Any:
         return types.SimpleNamespace(numAttrs=0, attrs=[], hStream=None)
@@ -82,6 +94,8 @@ class FakeDriver:
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls[name] += 1
+            if name.startswith("cuMemcpy"):
+                self.copied[name].append(arguments[2])
             if self.failing.get(name, 0):
                 self.failing[name] -= 1
                 return (INVALID, None, None)
@@ -161,6 +175,22 @@ class FakeDriver:
 
     _cuMemcpyHtoDAsync = _copy
     _cuMemcpyDtoHAsync = _copy
+    _cuMemcpyDtoDAsync = _copy
+
+    def _cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        self.events += 1
+        return SUCCESS, self.events
+
+    def _cuEventDestroy(self, event: int) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
+    def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        assert self.recording is None
+        self.marks[event] = self.clock_us
+        return (SUCCESS,)
+
+    def _cuEventElapsedTime(self, begin: int, end: int) -> tuple[Any, ...]:
+        return SUCCESS, (self.marks[end] - self.marks[begin]) / 1e3
 
     def _cuStreamCreate(self, flag: int) -> tuple[Any, ...]:
         self.streams += 1
@@ -210,7 +240,14 @@ class FakeDriver:
     def _cuLaunchKernelEx(
         self, config: Any, function: Function, parameters: int, extra: int
     ) -> tuple[Any, ...]:
-        self.launches.append(Launched(config, function, parameters))
+        launched = Launched(config, function, parameters)
+        self.launches.append(launched)
+
+        def work() -> None:
+            function.run(launched.args)
+            self.clock_us += self.launch_us(launched)
+
+        self.perform(work)
         return (SUCCESS,)
 
 

@@ -113,7 +113,7 @@ class FakeContext:
         tokens, seqs = len(ids), len(read["past_lens"])
         assert (tokens == seqs) == (self.active_optimization_profile == 1)
         positions = read.get("position_ids", ids[None] * 0)[0]
-        logits = self.engine.reference.step(
+        results = self.engine.reference._run(
             StepInputs(
                 input_ids=ids,
                 position_ids=positions,
@@ -121,8 +121,14 @@ class FakeContext:
                 query_start_offsets=read["query_start_offsets"],
                 past_lens=read["past_lens"],
             )
-        ).astype(self.spec.logits_dtype.numpy)
-        ctypes.memmove(addresses["logits"], logits.ctypes.data, logits.nbytes)
+        )
+        for tensor in self.spec.tensors():
+            if tensor.role is Role.RESULT:
+                array = results[tensor.name].astype(tensor.dtype.numpy)
+                ctypes.memmove(addresses[tensor.name], array.ctypes.data, array.nbytes)
+        for tensor in self.spec.pools():
+            pool = self.engine.reference.pool(tensor.name)
+            ctypes.memmove(addresses[tensor.name], pool.ctypes.data, pool.nbytes)
 
 
 def read_memory(address: int, dims: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

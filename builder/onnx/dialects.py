@@ -12,6 +12,7 @@ from paged_trt.builder.onnx import attention, group_query, multi_head, paged, ru
 from paged_trt.builder.onnx.facts import Dialect, LayerMatch, PositionLimit
 from paged_trt.builder.onnx.graph import EXPORT_COMMAND, node_name
 from paged_trt.builder.onnx.probe import Probe
+from paged_trt.builder.onnx.weights import require_readable_weights
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError, UnsupportedError
 
 Match = Callable[[ir.Node, Probe], tuple[LayerMatch, tuple[PositionLimit, ...]]]
@@ -23,13 +24,17 @@ DIALECTS: Final[tuple[tuple[Dialect, Callable[[ir.Node], bool], Match], ...]] = 
     (Dialect.RUNTIME_PAGED_ATTENTION, runtime_paged.is_match, runtime_paged.match),
 )
 _UNSUPPORTED: Final = frozenset({"DecoderMaskedMultiHeadAttention", "Attention"})
+_EDGE_LLM: Final = (
+    "an operator of TensorRT Edge-LLM, whose file is not a whole model: its runtime looks up the "
+    "token embeddings (input `inputs_embeds`) and computes the rope tables (input "
+    "`rope_rotary_cos_sin`) outside of it"
+)
+_TENSORRT: Final = "an operator of TensorRT, with a KV cache of its own"
 _OTHER_PLUGINS: Final = {
-    "AttentionPlugin": "TensorRT Edge-LLM",
-    "TRT_Attention": "TensorRT",
-    "TRT_KVCacheUpdate": "TensorRT",
+    "AttentionPlugin": _EDGE_LLM,
+    "TRT_Attention": _TENSORRT,
+    "TRT_KVCacheUpdate": _TENSORRT,
 }
-_RUNTIME_ONLY: Final = frozenset({"MatMulNBits", "QMoE", "GatherBlockQuantized"})
-"""Operators of quantised weights that TensorRT's parsers leave to a plugin of onnxruntime."""
 
 
 def match_layer(
@@ -61,8 +66,7 @@ def unsupported(node: ir.Node) -> OnnxRewriteError | None:
     if node.op_type in _OTHER_PLUGINS:
         return OnnxRewriteError(
             node_name(node),
-            f"{node.domain}::{node.op_type} is an operator of {_OTHER_PLUGINS[node.op_type]}, with "
-            "a KV cache of its own",
+            f"{node.domain}::{node.op_type} is {_OTHER_PLUGINS[node.op_type]}",
             "start from the model that it was exported from: " + EXPORT_COMMAND,
         )
     if node.domain != "com.microsoft" or node.op_type not in _UNSUPPORTED:
@@ -89,13 +93,7 @@ def attention_nodes(model: ir.Model) -> tuple[Dialect, list[ir.Node], Match]:
     for node in model.graph:
         if (error := unsupported(node)) is not None:
             raise error
-        if node.domain == "com.microsoft" and node.op_type in _RUNTIME_ONLY:
-            raise OnnxRewriteError(
-                node_name(node),
-                f"com.microsoft::{node.op_type} has no counterpart in TensorRT",
-                "export weights as DequantizeLinear nodes: with onnxruntime-genai that is "
-                "`--extra_options use_qdq=true`",
-            )
+    require_readable_weights(model.graph)
     if not found:
         raise OnnxRewriteError(
             model.graph.name or "model", _why_no_attention(model), EXPORT_COMMAND

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from paged_trt.builder.onnx.graph import Array, value_name
-from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.errors import PackageMissingError
 
 
 class EvaluationError(Exception):
@@ -31,7 +31,7 @@ class Evaluator:
 
     Raises:
         EvaluationError: onnxruntime refuses the part.
-        UnsupportedError: onnxruntime is not installed.
+        PackageMissingError: onnxruntime is not installed.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def _onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise UnsupportedError(
+        raise PackageMissingError(
             "proving a model's masks needs onnxruntime, which is not installed; run "
             '`pip install "paged-trt[compare]"`'
         ) from None

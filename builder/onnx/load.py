@@ -20,6 +20,7 @@ from paged_trt.builder.onnx.save import inline_small_tensors
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN
 from paged_trt.plugins.onnx_tensors import model_tensors
+from paged_trt.plugins.path_hints import not_a_model
 
 MINIMUM_OPSET = 18
 """Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
@@ -47,7 +48,7 @@ def load_model(path: Path) -> ir.Model:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no ONNX file at `{path}`; pass the path of a `.onnx` file")
+        raise ConfigError(not_a_model(path))
     proto = _parse(path)
     _check_text(proto, path.name)
     _check_versions(proto, path.name)

@@ -139,7 +139,8 @@ def _as_booleans(array: Array, step: Step) -> npt.NDArray[np.bool_]:
     if not (visible | hidden).all():
         odd = float(numbers[~(visible | hidden)][0])
         raise _OddMaskError(
-            f"with {step} it adds {odd} to a score, and only 0 and -inf can be proved"
+            f"with {step} it adds {odd:g} to a score: a bias, such as ALiBi or a learned one, is "
+            "no mask of keys that are seen or not"
         )
     return np.asarray(visible)
 

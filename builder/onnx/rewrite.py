@@ -25,6 +25,7 @@ from paged_trt.builder.onnx.facts import IndexKind, IndexValue, ModelFacts
 from paged_trt.builder.onnx.graph import Emitter, node_name, replace_uses, value_name
 from paged_trt.builder.onnx.layer import replace_layer
 from paged_trt.builder.onnx.logits import gather_last_tokens
+from paged_trt.builder.onnx.next_tokens import emit_next_tokens
 from paged_trt.builder.onnx.norm_types import unify_norm_types
 from paged_trt.builder.onnx.postconditions import require_paged
 from paged_trt.plugins.errors import OnnxRewriteError, SpecMismatchError
@@ -33,6 +34,7 @@ from paged_trt.plugins.reference import OPSET, paged_attention_function
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
+    NEXT_TOKENS,
     NUM_TOKENS,
     POSITION_IDS,
     QUERY_START_OFFSETS,
@@ -88,6 +90,8 @@ def rewrite(model: ir.Model, *, facts: ModelFacts, spec: EngineSpec) -> ir.Model
     graph.sort()
     if facts.activation_dtype is not spec.activation_dtype:
         convert_dtype(model, source=facts.activation_dtype, target=spec.activation_dtype)
+    if spec.greedy_in_engine:
+        _add_next_tokens(graph, spec)
     _finish(model, spec)
     require_paged(model, spec)
     return model
@@ -179,10 +183,23 @@ def _drop_batch_axis(graph: ir.Graph, input_ids: ir.Value) -> None:
 def _set_outputs(graph: ir.Graph, outputs: dict[str, ir.Value], spec: EngineSpec) -> None:
     graph.outputs.clear()
     for tensor in spec.tensors():
-        if not tensor.role.is_input:
+        if not tensor.role.is_input and tensor.name != NEXT_TOKENS:
             value = outputs[tensor.name]
             _declare(value, tensor)
             graph.outputs.append(value)
+
+
+def _add_next_tokens(graph: ir.Graph, spec: EngineSpec) -> None:
+    """Choose among the very logits that the engine gives, so after their type is settled."""
+    names = [tensor.name for tensor in spec.tensors() if not tensor.role.is_input]
+    logits = graph.outputs[names.index(LOGITS)]
+    tokens = emit_next_tokens(
+        graph, logits, vocab_size=spec.vocab_size, dtype=ir.DataType(spec.logits_dtype.onnx)
+    )
+    index = names.index(NEXT_TOKENS)
+    _declare(tokens, next(tensor for tensor in spec.tensors() if tensor.name == NEXT_TOKENS))
+    graph.outputs.insert(index, tokens)
+    graph.sort()
 
 
 def _set_inputs(graph: ir.Graph, inputs: dict[str, ir.Value]) -> None:

@@ -1,16 +1,23 @@
 // Append: rotate the new keys, quantise, and write keys and values through the page table.
 //
-// Grid: (token rows, slices of a token's chunks). A thread writes chunks of eight elements: one
-// 16-byte load, one store. Padding rows and pages that do not exist are not written.
+// Grid: (tiles of tokens_per_block token rows, slices of a tile's items). An item is two chunks of
+// eight elements: two 16-byte loads, two stores, and where keys are rotated the eight pairs that
+// share their angles. Padding rows and pages that do not exist are not written. Queries are rotated
+// where they are read, by the attention kernel: here they would cost a copy of their own.
+#include "decode_config.cuh"
 #include "dependent_launch.cuh"
 #include "page_table.cuh"
 #include "quantise.cuh"
 #include "rope.cuh"
 #include "sequences.cuh"
+#include "softmax_math.cuh"
 
 namespace paged_trt {
 
 constexpr int kChunk = 8;  // elements
+constexpr int kAppendThreads = 256;
+constexpr int kMostTokensPerBlock = kAppendThreads / 32;  // a warp finds the place of one
+constexpr int kItemsInFlight = 2;  // per thread: loads that do not wait for each other
 
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {
@@ -22,11 +29,12 @@ __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw)
   }
 }
 
-// `head` is the whole key head, `first` the chunk's first element.
+// `head` is the whole key head, `first` the chunk's first element, `values` the chunk: for rotary
+// dims that do not fill whole items.
 template <class Activation>
-__device__ __forceinline__ void rotate_chunk(float (&values)[kChunk], const Activation* head,
-                                             int32_t first, const float* angles, int32_t rope,
-                                             int32_t rotary_dim) {
+__device__ __forceinline__ void rotate_elements(float (&values)[kChunk], const Activation* head,
+                                                int32_t first, const float* angles, int32_t rope,
+                                                int32_t rotary_dim) {
   const auto* bits = reinterpret_cast<const uint16_t*>(head);
 #pragma unroll
   for (int i = 0; i < kChunk; i++) {
@@ -34,6 +42,33 @@ __device__ __forceinline__ void rotate_chunk(float (&values)[kChunk], const Acti
     const RopePlace place = rope_place(first + i, rotary_dim, rope);
     values[i] =
         rotate(values[i], unpack_one<Activation>(bits[place.partner]), place, angles, rotary_dim);
+  }
+}
+
+__device__ __forceinline__ void rotate_pair(float& first, float& second, float cosine, float sine) {
+  const float own = first, partner = second;
+  first = turned(own, partner, cosine, sine, true);
+  second = turned(partner, own, cosine, sine, false);
+}
+
+// The eight pairs of an item. `angles` starts at the first one's cosine.
+__device__ __forceinline__ void rotate_item(float (&values)[2][kChunk], const float* angles,
+                                            int32_t rope, int32_t rotary_dim) {
+  float cosines[kChunk], sines[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 4) {
+    *reinterpret_cast<float4*>(&cosines[i]) = *reinterpret_cast<const float4*>(angles + i);
+    *reinterpret_cast<float4*>(&sines[i]) =
+        *reinterpret_cast<const float4*>(angles + rotary_dim / 2 + i);
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; i++) {
+    if (rope == kRopeInterleaved) {
+      rotate_pair(values[i / 4][2 * i % kChunk], values[i / 4][2 * i % kChunk + 1], cosines[i],
+                  sines[i]);
+    } else {
+      rotate_pair(values[0][i], values[1][i], cosines[i], sines[i]);
+    }
   }
 }
 
@@ -64,62 +99,154 @@ struct TokenPlace {
   int32_t page;  // -1: nowhere
 };
 
+// The whole warp asks for one token.
 __device__ __forceinline__ TokenPlace find_token(const AppendArgs& args, int32_t token) {
   const int32_t* offsets = args.query_start_offsets;
-  if (token >= offsets[args.num_seqs]) return {0, -1};
-  // T == N: one token per sequence; otherwise the row is searched for.
-  const int32_t sequence = args.num_tokens == args.num_seqs
-                               ? token
-                               : find_sequence(offsets, args.num_seqs, token);
+  const int32_t end = offsets[args.num_seqs];
+  int32_t sequence = token;  // T == N: one token per sequence; otherwise the row is searched for
+  if (args.num_tokens != args.num_seqs) {
+    if (token >= end) return {0, -1};
+    sequence = find_sequence(offsets, args.num_seqs, token);
+  }
+  // Nothing here waits for the length: the row's first pages are read beside it.
+  const int32_t* row = args.page_table + static_cast<int64_t>(sequence) * args.table_width;
+  const int32_t lane_page = table_entry(row, args.table_width, threadIdx.x & 31);
   const int64_t position = static_cast<int64_t>(args.past_lens[sequence]) + token - offsets[sequence];
   const int64_t index = position / kTokensPerPage;
-  const int32_t* row = args.page_table + static_cast<int64_t>(sequence) * args.table_width;
-  const int32_t page = index < args.table_width ? row[index] : -1;
-  return {position, is_page(page, args.num_pages) ? page : -1};
+  int32_t page = __shfl_sync(kAllLanes, lane_page, static_cast<int>(index) & 31);
+  if (index >= 32) page = index < args.table_width ? row[index] : -1;
+  return {position, token < end && is_page(page, args.num_pages) ? page : -1};
 }
 
-template <class Activation, class Kv, int kHeadDim, int kValueDim>
-__global__ void __launch_bounds__(256) append(const __grid_constant__ AppendArgs args) {
-  static_assert(kHeadDim % kChunk == 0 && kValueDim % kChunk == 0, "heads are whole chunks");
-  constexpr int kKeyChunks = kHeadDim / kChunk, kChunks = kKeyChunks + kValueDim / kChunk;
-  allow_next_kernel();
-  const int32_t token = blockIdx.x;
-  const TokenPlace place = find_token(args, token);
-  wait_for_previous_kernel();
-  if (place.page < 0) return;
-  const int32_t slot = static_cast<int32_t>(place.position % kTokensPerPage);
-  const int32_t key_chunks = args.num_kv_heads * kKeyChunks;
-  const int32_t stride = gridDim.y * blockDim.x;
-  for (int32_t i = blockIdx.y * blockDim.x + threadIdx.x; i < args.num_kv_heads * kChunks;
-       i += stride) {
-    const bool is_key = i < key_chunks;
-    const int32_t local = is_key ? i : i - key_chunks;
-    const int32_t head = is_key ? local / kKeyChunks : local / (kChunks - kKeyChunks);
-    const int32_t dim = is_key ? kHeadDim : kValueDim;
-    const int32_t first = local * kChunk - head * dim;
-    const auto* source =
-        static_cast<const Activation*>(is_key ? args.key : args.value) +
-        token * (is_key ? args.key_token_stride : args.value_token_stride) + head * dim;
-    const uint4 raw = *reinterpret_cast<const uint4*>(source + first);
-    const bool turns = is_key && args.rope != 0 && first < args.rotary_dim;
-    void* pool = is_key ? args.key_pool : args.value_pool;
-    const int64_t element =
-        tile_offset(place.page, args.num_kv_heads, head, dim) + slot * dim + first;
-    if constexpr (kSameType<Activation, Kv>) {
-      if (!turns) {  // bits as they are
-        *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + element) = raw;
-        continue;
+// One item of a token: which head of keys or values, and where its two chunks start.
+template <int kHeadDim, int kValueDim, bool kHasRope>
+struct Item {
+  static constexpr int kKeyItems = kHeadDim / (2 * kChunk), kValueItems = kValueDim / (2 * kChunk);
+  static_assert(kHeadDim % (2 * kChunk) == 0 && kValueDim % (2 * kChunk) == 0,
+                "heads are whole items");
+  bool is_key;
+  int32_t head, dim, index;
+  int32_t starts[2];
+
+  __device__ __forceinline__ Item(const AppendArgs& args, int32_t item) {
+    const int32_t key_items = args.num_kv_heads * kKeyItems;
+    is_key = item < key_items;
+    const int32_t local = is_key ? item : item - key_items;
+    head = is_key ? local / kKeyItems : local / kValueItems;
+    index = local - head * (is_key ? kKeyItems : kValueItems);
+    dim = is_key ? kHeadDim : kValueDim;
+    starts[0] = index * 2 * kChunk, starts[1] = starts[0] + kChunk;
+    if (kHasRope && args.rope == kRopeHalfSplit && turns_whole(args)) {
+      starts[0] = index * kChunk, starts[1] = starts[0] + args.rotary_dim / 2;
+    }
+  }
+
+  __device__ __forceinline__ bool turns_whole(const AppendArgs& args) const {
+    return is_key && args.rotary_dim % (2 * kChunk) == 0 && index * 2 * kChunk < args.rotary_dim;
+  }
+
+  template <class Activation>
+  __device__ __forceinline__ const Activation* source(const AppendArgs& args, int32_t token) const {
+    return static_cast<const Activation*>(is_key ? args.key : args.value) +
+           token * (is_key ? args.key_token_stride : args.value_token_stride) + head * dim;
+  }
+};
+
+template <class Activation, class ItemPlace, bool kHasRope>
+__device__ __forceinline__ void rotate(float (&values)[2][kChunk], const AppendArgs& args,
+                                       const ItemPlace& item, int32_t token, int64_t position) {
+  if constexpr (kHasRope) {
+    const float* angles = args.rope_cos_sin + position * args.rotary_dim;
+    if (item.turns_whole(args)) {
+      rotate_item(values, angles + item.index * kChunk, args.rope, args.rotary_dim);
+    } else if (item.is_key && args.rotary_dim % (2 * kChunk) != 0) {
+      const auto* head = item.template source<Activation>(args, token);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        rotate_elements(values[i], head, item.starts[i], angles, args.rope, args.rotary_dim);
       }
     }
-    float values[kChunk];
-    unpack_chunk<Activation>(values, raw);
-    if (turns) {
-      const float* angles = args.rope_cos_sin + place.position * args.rotary_dim;
-      rotate_chunk(values, source, first, angles, args.rope, args.rotary_dim);
+  }
+}
+
+template <class Activation, class Kv, bool kHasRope, class ItemPlace>
+__device__ __forceinline__ void append_item(const AppendArgs& args, const ItemPlace& item,
+                                            const uint4 (&raw)[2], int32_t token,
+                                            TokenPlace place) {
+  void* pool = item.is_key ? args.key_pool : args.value_pool;
+  const auto slot = static_cast<int32_t>(place.position % kTokensPerPage);
+  const int64_t row = tile_offset(place.page, args.num_kv_heads, item.head, item.dim) +
+                      static_cast<int64_t>(slot * item.dim);
+  if constexpr (kSameType<Activation, Kv>) {
+    if (!kHasRope || !item.is_key) {  // bits as they are
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + row + item.starts[i]) = raw[i];
+      }
+      return;
     }
-    const float scale =
-        kIsQuantised<Kv> ? args.kv_scales[(is_key ? 0 : args.num_kv_heads) + head] : 1.f;
-    store_chunk<Kv>(pool, element, values, scale);
+  }
+  float values[2][kChunk];
+  unpack_chunk<Activation>(values[0], raw[0]);
+  unpack_chunk<Activation>(values[1], raw[1]);
+  rotate<Activation, ItemPlace, kHasRope>(values, args, item, token, place.position);
+  const float scale =
+      kIsQuantised<Kv> ? args.kv_scales[(item.is_key ? 0 : args.num_kv_heads) + item.head] : 1.f;
+#pragma unroll
+  for (int i = 0; i < 2; i++) store_chunk<Kv>(pool, row + item.starts[i], values[i], scale);
+}
+
+// The counters of the decode behind: no block of it can have touched them yet.
+__device__ __forceinline__ void clear_counters(const AppendArgs& args) {
+  if (blockIdx.y != 0) return;
+  for (int32_t i = blockIdx.x * kAppendThreads + threadIdx.x; i < args.num_counters;
+       i += gridDim.x * kAppendThreads) {
+    args.counters[i] = 0;
+  }
+}
+
+template <class Activation, class Kv, int kHeadDim, int kValueDim, int kFeatures>
+__global__ void
+    __launch_bounds__(kAppendThreads, (kFeatures & kRopeFeature) != 0 ? 3 : 4)
+    append(const __grid_constant__ AppendArgs args) {
+  constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
+  using ItemPlace = Item<kHeadDim, kValueDim, kHasRope>;
+  __shared__ TokenPlace places[kMostTokensPerBlock];
+  allow_next_kernel();
+  const int32_t first = blockIdx.x * args.tokens_per_block, warp = threadIdx.x / 32;
+  const int32_t count = min(args.tokens_per_block, args.num_tokens - first);
+  const int32_t items = args.num_kv_heads * (ItemPlace::kKeyItems + ItemPlace::kValueItems);
+  const int32_t stride = gridDim.y * kAppendThreads, total = count * items;
+  wait_for_previous_kernel();
+  clear_counters(args);
+  const int32_t own = blockIdx.y * kAppendThreads + threadIdx.x;
+  for (int32_t base = 0; base < total; base += stride * kItemsInFlight) {
+    uint4 raw[kItemsInFlight][2];
+#pragma unroll
+    for (int k = 0; k < kItemsInFlight; k++) {
+      const int32_t i = base + k * stride + own, row = i / items;
+      if (i >= total) continue;
+      const ItemPlace item(args, i - row * items);
+      const auto* source = item.template source<Activation>(args, first + row);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        raw[k][c] = *reinterpret_cast<const uint4*>(source + item.starts[c]);
+      }
+    }
+    if (base == 0) {  // found while the first items are on their way
+      if (warp < count) {
+        const TokenPlace place = find_token(args, first + warp);
+        if (threadIdx.x % 32 == 0) places[warp] = place;
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int k = 0; k < kItemsInFlight; k++) {
+      const int32_t i = base + k * stride + own, row = i / items;
+      if (i >= total || places[row].page < 0) continue;
+      append_item<Activation, Kv, kHasRope>(args, ItemPlace(args, i - row * items), raw[k],
+                                            first + row, places[row]);
+    }
   }
 }
 

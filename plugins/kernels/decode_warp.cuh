@@ -22,14 +22,14 @@ struct PoolView {
 };
 
 // From products to base-2 logits.
+template <bool kHasCap>
 struct ScoreScale {
   float before;  // the cap, if there is one, comes between the two factors
   float after;
-  bool has_cap;
 
   __device__ __forceinline__ ScoreScale(float softmax_scale, float key_scale, float softcap)
-      : before(softmax_scale * key_scale), after(kLog2E), has_cap(softcap > 0.f) {
-    if (has_cap) {
+      : before(softmax_scale * key_scale), after(kLog2E) {
+    if constexpr (kHasCap) {
       before /= softcap, after *= softcap;
     } else {
       before *= kLog2E;
@@ -54,21 +54,19 @@ class DecodeWarp {
   float maximum[kHeadTiles][2];
   float sum[kHeadTiles][2];
 
-  __device__ __forceinline__ DecodeWarp(PoolView pool, PageCursor pages, KeyRange keys)
-      : pool_(pool), pages_(pages), keys_(keys) {
-    const int lane = threadIdx.x & 31;
-    row_ = lane >> 2, column_ = lane & 3;
-#pragma unroll
-    for (int t = 0; t < kHeadTiles; t++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) maximum[t][i] = kNoScore, sum[t][i] = 0.f;
-#pragma unroll
-      for (int p = 0; p < Values::kProducts; p++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) output[p][t][i] = 0.f;
-      }
-    }
-    token_ = keys.first / Config::kTokens * Config::kTokens + (threadIdx.x >> 5) * Config::kTokens;
+  __device__ __forceinline__ DecodeWarp()
+      : row_((threadIdx.x & 31) >> 2), column_(threadIdx.x & 3) {}
+
+  // Loads of the first steps of these keys. It touches no result: those of the keys before may
+  // still be read.
+  __device__ __forceinline__ void start(PoolView pool, PageCursor pages, KeyRange keys) {
+    pages_ = pages, keys_ = keys, num_pages_ = pool.num_pages;
+    const uint32_t tiles = pool.num_kv_heads * kTokensPerPage;
+    const uint32_t tile = pool.kv_head * kTokensPerPage;
+    key_page_bytes_ = tiles * Keys::kRowBytes, value_page_bytes_ = tiles * Values::kRowBytes;
+    key_base_ = pool.keys + tile * Keys::kRowBytes + Keys::lane_offset(row_, column_);
+    value_base_ = pool.values + tile * Values::kRowBytes + Values::lane_offset(row_, column_);
+    token_ = (keys.first & -Config::kTokens) + (threadIdx.x >> 5) * Config::kTokens;
     next_ = token_;
 #pragma unroll
     for (int i = 0; i < Config::kDepth; i++) {
@@ -84,8 +82,35 @@ class DecodeWarp {
     }
   }
 
-  __device__ __forceinline__ void run(const SharedQuery<Config>& query, const ScoreScale& scale) {
-    load_query(query, scale);
+  // The query of a warp whose block shares none.
+  __device__ __forceinline__ void take_query(const HeldQuery<Config>& query, float scale) {
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; t++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) head_scale_[t][i] = scale * query.inverse_scale[t][i];
+#pragma unroll
+      for (int s = 0; s < Keys::kSteps; s++) query_[t][s] = query.operand[t][s];
+    }
+  }
+
+  // The query that the block shares.
+  __device__ __forceinline__ void take_query(const SharedQuery<Config>& query, float scale) {
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; t++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        head_scale_[t][i] = scale * query.inverse_scale[t * 8 + 2 * column_ + i];
+      }
+      if constexpr (Config::kHoldQuery) {
+#pragma unroll
+        for (int s = 0; s < Keys::kSteps; s++) query_[t][s] = query_operand(query, t, s);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(const SharedQuery<Config>& query,
+                                      const ScoreScale<Config::kHasSoftcap>& scale) {
+    clear();
     while (token_ < keys_.end) {
 #pragma unroll
       for (int i = 0; i < Config::kDepth; i++) {
@@ -105,59 +130,64 @@ class DecodeWarp {
     Values values;
     int32_t end;  // rows of the step that exist; 0 where it has no page
   };
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; t++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) maximum[t][i] = kNoScore, sum[t][i] = 0.f;
+#pragma unroll
+      for (int p = 0; p < Values::kProducts; p++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) output[p][t][i] = 0.f;
+      }
+    }
+  }
+
   struct Place {
-    int64_t row;  // of the first token, in rows of the pool
+    uint32_t page, slot;
     int32_t begin, end;
   };
 
   __device__ __forceinline__ Place locate(int32_t token) {
     const int32_t page = pages_.at(token / kTokensPerPage);
-    const bool exists = is_page(page, pool_.num_pages);
-    const int64_t tile = tile_offset(exists ? page : 0, pool_.num_kv_heads, pool_.kv_head, 1);
-    return {tile + (token & (kTokensPerPage - 1)), keys_.first - token,
+    const bool exists = is_page(page, num_pages_);
+    return {exists ? static_cast<uint32_t>(page) : 0u,
+            static_cast<uint32_t>(token) & (kTokensPerPage - 1),
+            Config::kHasWindow ? keys_.first - token : 0,
             exists ? min(Config::kTokens, keys_.end - token) : 0};
   }
 
   __device__ __forceinline__ void load_keys(Step& step, Place place) {
-    step.keys.load(pool_.keys + place.row * Keys::kRowBytes, row_, column_, place.begin,
-                   place.end);
+    const uint64_t offset = static_cast<uint64_t>(place.page) * key_page_bytes_;
+    step.keys.load(key_base_ + (offset + place.slot * Keys::kRowBytes), row_, column_,
+                   place.begin, place.end);
   }
 
   __device__ __forceinline__ void load_values(Step& step, Place place) {
-    step.values.load(pool_.values + place.row * Values::kRowBytes, row_, column_, place.begin,
-                     place.end);
+    const uint64_t offset = static_cast<uint64_t>(place.page) * value_page_bytes_;
+    step.values.load(value_base_ + (offset + place.slot * Values::kRowBytes), row_, column_,
+                     place.begin, place.end);
   }
 
   __device__ __forceinline__ uint2 query_operand(const SharedQuery<Config>& query, int tile,
                                                  int step) const {
-    const uint16_t* elements = query.elements[tile * 8 + row_];
-    return *reinterpret_cast<const uint2*>(elements + Keys::element_of(step, column_));
-  }
-
-  __device__ __forceinline__ void load_query(const SharedQuery<Config>& query,
-                                             const ScoreScale& scale) {
-#pragma unroll
-    for (int t = 0; t < kHeadTiles; t++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        head_scale_[t][i] = scale.before * query.inverse_scale[t * 8 + 2 * column_ + i];
-      }
-      if constexpr (Config::kHoldQuery) {
-#pragma unroll
-        for (int s = 0; s < Keys::kSteps; s++) query_[t][s] = query_operand(query, t, s);
-      }
+    if constexpr (Config::kShareQuery) {
+      const uint16_t* elements = query.elements[tile * 8 + row_];
+      return *reinterpret_cast<const uint2*>(elements + Keys::element_of(step, column_));
+    } else {
+      return query_[tile][step];
     }
   }
 
   __device__ __forceinline__ void advance(Step& step, const SharedQuery<Config>& query,
-                                          const ScoreScale& scale) {
-    Place place = {0, 0, 0};
+                                          const ScoreScale<Config::kHasSoftcap>& scale) {
+    Place place = {0, 0, 0, 0};
     const bool has_next = next_ < keys_.end;
     if (has_next) place = locate(next_);
     float scores[Config::kTiles][kHeadTiles][4];
     multiply_keys(scores, step.keys, query);
     if (has_next) load_keys(step, place);
-    finish_scores(scores, scale, keys_.first - token_, step.end);
+    finish_scores(scores, scale, Config::kHasWindow ? keys_.first - token_ : 0, step.end);
     raise_maximum(scores);
     multiply_values(scores, step.values);
     if (has_next) load_values(step, place);
@@ -208,8 +238,8 @@ class DecodeWarp {
 
   // Scale, cap and mask; only rows [begin, end) of the step are visible.
   __device__ __forceinline__ void finish_scores(float (&scores)[Config::kTiles][kHeadTiles][4],
-                                                const ScoreScale& scale, int32_t begin,
-                                                int32_t end) const {
+                                                const ScoreScale<Config::kHasSoftcap>& scale,
+                                                int32_t begin, int32_t end) const {
     const bool some_masked = begin > 0 || end < Config::kTokens;
 #pragma unroll
     for (int u = 0; u < Config::kTiles; u++) {
@@ -218,7 +248,7 @@ class DecodeWarp {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           scores[u][t][i] *= head_scale_[t][i & 1];
-          if (scale.has_cap) scores[u][t][i] = scale.capped(scores[u][t][i]);
+          if constexpr (Config::kHasSoftcap) scores[u][t][i] = scale.capped(scores[u][t][i]);
           const int token = u * 16 + (i / 2) * 8 + row_;
           if (some_masked && (token < begin || token >= end)) scores[u][t][i] = minus_infinity();
         }
@@ -288,9 +318,12 @@ class DecodeWarp {
     }
   }
 
-  PoolView pool_;
   PageCursor pages_;
   KeyRange keys_;
+  const char* key_base_;  // of page 0, with the lane's offset
+  const char* value_base_;
+  uint32_t key_page_bytes_, value_page_bytes_;
+  int32_t num_pages_;
   int row_, column_;
   int32_t token_, next_;  // first token of the step in work, and of the next one to load
   Step steps_[Config::kDepth];

@@ -17,18 +17,26 @@ struct KeyRegisters {
 
   uint32_t words[kTiles][2][Slice::kWords];
 
-  // `tokens` is the row of the first token; only rows [begin, end) count.
-  __device__ __forceinline__ void load(const char* tokens, int row, int column, int begin,
+  // Where a lane's first load is, from the row of the first token.
+  static __device__ __forceinline__ int lane_offset(int row, int column) {
+    return row * kRowBytes + column * 16;
+  }
+
+  // `place` is the row of the first token plus lane_offset(); only rows [begin, end) count.
+  __device__ __forceinline__ void load(const char* place, int row, int column, int begin,
                                        int end) {
-    const bool all_count = begin <= 0 && end == kTokens;  // the same for the whole warp
+    asm volatile("" : "+l"(place));  // one register pair: rows are constant offsets of it
+    if (begin <= 0 && end == kTokens) {  // the same for the whole warp
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; i++) {
-      const int token = i * 8 + row;
-      const char* source = tokens + token * kRowBytes;
-      if (all_count) {
-        Slice::load(words[i / 2][i % 2], source, column);
-      } else {
-        Slice::load_if(words[i / 2][i % 2], source, column, begin <= token && token < end);
+      for (int i = 0; i < 2 * kTiles; i++) {
+        Slice::load(words[i / 2][i % 2], place + i * 8 * kRowBytes, column);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; i++) {
+        const int token = i * 8 + row;
+        Slice::load(words[i / 2][i % 2], place + i * 8 * kRowBytes, column,
+                    begin <= token && token < end);
       }
     }
   }
@@ -61,17 +69,24 @@ struct ValueRegisters {
 
   uint32_t words[kTiles][4][Slice::kWords];
 
-  __device__ __forceinline__ void load(const char* tokens, int row, int column, int begin,
+  static __device__ __forceinline__ int lane_offset(int row, int column) {
+    return 2 * column * kRowBytes + row * 16;
+  }
+
+  __device__ __forceinline__ void load(const char* place, int row, int column, int begin,
                                        int end) {
-    const bool all_count = begin <= 0 && end == kTokens;
+    asm volatile("" : "+l"(place));
+    if (begin <= 0 && end == kTokens) {
 #pragma unroll
-    for (int i = 0; i < 4 * kTiles; i++) {
-      const int token = (i / 4) * 16 + ((i >> 1) & 1) * 8 + 2 * column + (i & 1);
-      const char* source = tokens + token * kRowBytes;
-      if (all_count) {
-        Slice::load(words[i / 4][i % 4], source, row);
-      } else {
-        Slice::load_if(words[i / 4][i % 4], source, row, begin <= token && token < end);
+      for (int i = 0; i < 4 * kTiles; i++) {
+        Slice::load(words[i / 4][i % 4], place + token_of(i) * kRowBytes, row);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; i++) {
+        const int token = token_of(i) + 2 * column;
+        Slice::load(words[i / 4][i % 4], place + token_of(i) * kRowBytes, row,
+                    begin <= token && token < end);
       }
     }
   }
@@ -97,6 +112,12 @@ struct ValueRegisters {
         expand_quad<Kv>(quad, a[2 * i], a[2 * i + 1]);
       }
     }
+  }
+
+ private:
+  // Token of a loaded row, without the lane's 2 * column.
+  static __device__ __forceinline__ constexpr int token_of(int row) {
+    return row / 4 * 16 + (row >> 1 & 1) * 8 + (row & 1);
   }
 };
 

@@ -23,6 +23,7 @@ struct AppendArgs {
   const int32_t* past_lens;  // [N], tokens before this step
   const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
   const float* kv_scales;  // [2, Hkv], keys before values
+  int32_t* counters;  // [num_counters], of the decode behind: set to zero
   int64_t key_token_stride;  // elements
   int64_t value_token_stride;  // elements
   int32_t num_tokens;  // T
@@ -32,9 +33,11 @@ struct AppendArgs {
   int32_t num_kv_heads;  // Hkv
   int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
+  int32_t num_counters;
+  int32_t tokens_per_block;  // from 1 to 8
 };
 
-// Attend one token per sequence, all keys in one block.
+// Attend one token per sequence, all keys in one block or one cluster of blocks.
 struct DecodeDirectArgs {
   const void* query;  // [T, Hq, D]
   const void* key_pool;  // [num_pages, Hkv, 128, D]
@@ -57,6 +60,36 @@ struct DecodeDirectArgs {
   int32_t window;  // -1: all keys
   float softmax_scale;
   float softcap;  // 0: off
+};
+
+// Attend one token per sequence in blocks that share keys; the last block to arrive at a counter
+// merges. A slot holds what one block leaves of one (sequence, block of heads).
+struct DecodeCounterArgs {
+  const void* query;  // [T, Hq, D]
+  const void* key_pool;  // [num_pages, Hkv, 128, D]
+  const void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
+  const float* kv_scales;  // [2, Hkv], keys before values
+  const float* sinks;  // [Hq]
+  void* output;  // [T, Hq, Dv]
+  float* partial_output;  // [slots, heads of a block, Dv]
+  float* partial_lse;  // [slots, heads of a block], base 2
+  int32_t* counters;  // [N, Hkv, blocks of heads], zero before the launch and after it
+  int64_t query_token_stride;  // elements
+  int64_t output_token_stride;  // elements
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t rope;  // 0 none, 1 half-split, 2 interleaved
+  int32_t rotary_dim;  // 0 without rope
+  int32_t window;  // -1: all keys
+  float softmax_scale;
+  float softcap;  // 0: off
+  int32_t num_blocks;  // that share a sequence, or the whole batch
 };
 
 // Attend one partition of the keys of one token per sequence.

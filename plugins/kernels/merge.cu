@@ -1,58 +1,13 @@
 // Merge of the partitions of a split decode, sink included.
 //
 // Grid: (query heads, sequences up to the grid's limit); one block per output row.
-#include "attention_output.cuh"
 #include "dependent_launch.cuh"
+#include "merge_partials.cuh"
 #include "partitions.cuh"
 
 namespace paged_trt {
 
 constexpr int kMergeThreads = 128;
-constexpr int kPartialsInFlight = 4;  // per thread: the loads of a batch do not wait for each other
-
-struct MergeState {
-  float4 values;
-  float maximum, sum;
-
-  __device__ __forceinline__ void add(float4 partial, float lse, float factor) {
-    const float weight = exp2_approx(lse - maximum);
-    sum = sum * factor + weight;
-    values.x = values.x * factor + weight * partial.x;
-    values.y = values.y * factor + weight * partial.y;
-    values.z = values.z * factor + weight * partial.z;
-    values.w = values.w * factor + weight * partial.w;
-  }
-};
-
-// One thread's share: every kStride-th partition from `first`.
-template <int kValueDim, int kStride>
-__device__ __forceinline__ MergeState merge_share(const float* outputs, const float* lses,
-                                                  int32_t first, int32_t count, int element) {
-  MergeState state = {make_float4(0.f, 0.f, 0.f, 0.f), kNoScore, 0.f};
-  for (int32_t p0 = first; p0 < count; p0 += kStride * kPartialsInFlight) {
-    float4 partials[kPartialsInFlight];
-    float batch_lses[kPartialsInFlight], top = state.maximum;
-#pragma unroll
-    for (int k = 0; k < kPartialsInFlight; k++) {
-      const int32_t p = p0 + k * kStride;
-      partials[k] = make_float4(0.f, 0.f, 0.f, 0.f), batch_lses[k] = minus_infinity();
-      if (p < count) {
-        batch_lses[k] = __ldcg(lses + p);
-        partials[k] = __ldcg(reinterpret_cast<const float4*>(
-            outputs + static_cast<int64_t>(p) * kValueDim + element));
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kPartialsInFlight; k++) top = fmaxf(top, batch_lses[k]);
-    const float factor = exp2_approx(state.maximum - top);
-    state.maximum = top;
-#pragma unroll
-    for (int k = 0; k < kPartialsInFlight; k++) {
-      state.add(partials[k], batch_lses[k], k == 0 ? factor : 1.f);
-    }
-  }
-  return state;
-}
 
 template <class Activation, int kValueDim>
 __device__ __forceinline__ void merge_row(const MergeArgs& args, int32_t head, int32_t sequence) {
@@ -66,6 +21,7 @@ __device__ __forceinline__ void merge_row(const MergeArgs& args, int32_t head, i
   const int64_t row = sequence * args.output_token_stride + head * kValueDim;
   const bool is_padding = args.query_start_offsets[sequence + 1] <= sequence;
   const KeyRange keys = visible_keys(args.past_lens[sequence], args.window, args.table_width);
+  const float sink = args.sinks[head];
   wait_for_previous_kernel();
   if (is_padding) {
     if (share == 0) {
@@ -78,28 +34,22 @@ __device__ __forceinline__ void merge_row(const MergeArgs& args, int32_t head, i
   const int64_t slot =
       (static_cast<int64_t>(sequence) * args.num_q_heads + head) * args.num_partitions;
   if (share < kShares) {
-    const MergeState state =
-        merge_share<kValueDim, kShares>(args.partial_output + slot * kValueDim,
-                                        args.partial_lse + slot, share, count, vector * 4);
-    share_values[share][vector] = state.values;
-    if (vector == 0) share_maxima[share] = state.maximum, share_sums[share] = state.sum;
+    const float* place = args.partial_output + slot * kValueDim + vector * 4;
+    const PartialVector part = merge_share(
+        share, kShares, count,
+        [&](int32_t p) { return place + static_cast<int64_t>(p) * kValueDim; },
+        [&](int32_t p) { return args.partial_lse + slot + p; });
+    share_values[share][vector] = part.values;
+    if (vector == 0) share_maxima[share] = part.maximum, share_sums[share] = part.sum;
   }
   __syncthreads();
   if (share != 0) return;
-  MergeState total = {make_float4(0.f, 0.f, 0.f, 0.f), kNoScore, 0.f};
-#pragma unroll
-  for (int s = 0; s < kShares; s++) total.maximum = fmaxf(total.maximum, share_maxima[s]);
-#pragma unroll
-  for (int s = 0; s < kShares; s++) {
-    const float factor = exp2_approx(share_maxima[s] - total.maximum);
-    const float4 values = scaled(share_values[s][vector], factor);
-    total.sum += factor * share_sums[s];
-    total.values.x += values.x, total.values.y += values.y;
-    total.values.z += values.z, total.values.w += values.w;
-  }
-  const SinkFactors sink = add_sink(total.maximum, total.sum, args.sinks[head]);
+  const PartialVector total = merge_shares<kShares>(
+      [&](int s) { return share_values[s][vector]; }, [&](int s) { return share_maxima[s]; },
+      [&](int s) { return share_sums[s]; });
+  const SinkFactors factors = add_sink(total.maximum, total.sum, sink);
   store_output<Activation>(args.output, row + vector * 4,
-                           scaled(total.values, sink.factor * normaliser(sink.sum, 1.f)));
+                           scaled(total.values, factors.factor * normaliser(factors.sum, 1.f)));
 }
 
 template <class Activation, int kValueDim>

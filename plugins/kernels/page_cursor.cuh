@@ -10,6 +10,13 @@ struct PageCursor {
   const int32_t* row;
   int32_t width, first, lane_page;
 
+  PageCursor() = default;
+
+  // From page ids that were read ahead.
+  __device__ __forceinline__ PageCursor(const int32_t* row, int32_t width, int32_t first,
+                                        int32_t lane_page)
+      : row(row), width(width), first(first), lane_page(lane_page) {}
+
   // Reads ahead from page index `first`: a guess costs nothing while the length is still on its way.
   __device__ __forceinline__ PageCursor(const int32_t* row, int32_t width, int32_t first)
       : row(row), width(width), first(first) {

@@ -34,4 +34,30 @@ __device__ __forceinline__ KeyRange partition_keys(KeyRange keys, int32_t partit
   return {max(keys.first, start), partition == count - 1 ? keys.end : start + partition_tokens};
 }
 
+// Shares of `blocks` blocks that are as even as steps of `kStep` tokens allow, whatever the
+// length: all blocks work where a partition of fixed size would leave some idle.
+template <int kStep>
+struct EvenShares {
+  KeyRange keys;
+  int32_t start, tokens;  // of the first share, of one share
+
+  __device__ __forceinline__ EvenShares(KeyRange keys, int32_t blocks)
+      : keys(keys), start(keys.first & -kStep) {
+    const int32_t exact = (keys.end - start + blocks - 1) / blocks;
+    tokens = max(exact + kStep - 1, kStep) & -kStep;
+  }
+
+  // Shares that hold keys: at least one.
+  __device__ __forceinline__ int32_t count() const {
+    return max((keys.end - start + tokens - 1) / tokens, 1);
+  }
+
+  // Keys of a share; none behind the last. Its start is a whole step even there, where it lies
+  // behind the last key: what a warp loads begins at a whole step.
+  __device__ __forceinline__ KeyRange share(int32_t index) const {
+    const int32_t first = start + index * tokens;
+    return {max(keys.first, first), min(keys.end, first + tokens)};
+  }
+};
+
 }  // namespace paged_trt

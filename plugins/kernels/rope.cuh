@@ -23,12 +23,18 @@ __device__ __forceinline__ RopePlace rope_place(int32_t element, int32_t rotary_
   return {is_first ? element + half : element - half, is_first ? element : element - half, is_first};
 }
 
-// One element of a rotated pair. `angles` is a row [2, rotary_dim / 2]: cosines, then sines.
+// One element of a rotated pair.
+__device__ __forceinline__ float turned(float own, float partner, float cosine, float sine,
+                                        bool is_first) {
+  const float first = __fmul_rn(own, cosine), second = __fmul_rn(partner, sine);
+  return is_first ? __fsub_rn(first, second) : __fadd_rn(first, second);
+}
+
+// The same from a row of the table: `angles` is [2, rotary_dim / 2], cosines, then sines.
 __device__ __forceinline__ float rotate(float own, float partner, RopePlace place,
                                         const float* angles, int32_t rotary_dim) {
-  const float turned = __fmul_rn(own, angles[place.angle]);
-  const float other = __fmul_rn(partner, angles[rotary_dim / 2 + place.angle]);
-  return place.is_first ? __fsub_rn(turned, other) : __fadd_rn(turned, other);
+  return turned(own, partner, angles[place.angle], angles[rotary_dim / 2 + place.angle],
+                place.is_first);
 }
 
 }  // namespace paged_trt

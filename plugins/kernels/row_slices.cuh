@@ -33,37 +33,45 @@ struct RowSlice {
 
   // Plain loads that stay in L1: one instruction reads 64 bytes of 8 rows and the next one the
   // other half of the lines. Not .nc: a dependent launch may start before the pool is written.
-  static __device__ __forceinline__ void load(uint32_t (&words)[kWords], const char* row,
-                                              int lane) {
+  // `place` is the row plus 16 bytes per lane, so that offsets between rows are constants. Zeros
+  // where the row does not count: masked rows may hold NaN, and 0 * NaN is NaN.
+  static __device__ __forceinline__ void load(uint32_t (&words)[kWords], const char* place,
+                                              int lane, bool counts = true) {
+    constexpr int kTail = kWide * 16 * kLanes;
+    const uint32_t on = counts;
 #pragma unroll
-    for (int i = 0; i < kWide; i++) {
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]),
-                     "=r"(words[4 * i + 3])
-                   : "l"(row + byte_of(4 * i, lane)));
-    }
+    for (int i = 0; i < kWide; i++) load_wide(&words[4 * i], place + i * 16 * kLanes, on);
     if constexpr ((kBytes & 8) != 0) {
-      asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(words[kWide * 4]), "=r"(words[kWide * 4 + 1])
-                   : "l"(row + byte_of(kWide * 4, lane)));
+      asm volatile(
+          "{.reg .pred on; setp.ne.u32 on, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; "
+          "@on ld.global.v2.u32 {%0, %1}, [%2];}"
+          : "=&r"(words[kWide * 4]), "=&r"(words[kWide * 4 + 1])
+          : "l"(place - lane * 8 + kTail), "r"(on));
     }
     if constexpr ((kBytes & 4) != 0) {
-      constexpr int kWord = kWide * 4 + (kBytes & 8) / 4;
-      asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[kWord]) : "l"(row + byte_of(kWord, lane)));
+      asm volatile(
+          "{.reg .pred on; setp.ne.u32 on, %2, 0; mov.u32 %0, 0; @on ld.global.u32 %0, [%1];}"
+          : "=&r"(words[kWide * 4 + (kBytes & 8) / 4])
+          : "l"(place - lane * 12 + kTail + (kBytes & 8) * kLanes), "r"(on));
     }
     if constexpr ((kBytes & 2) != 0) {
       uint16_t half;
-      asm volatile("ld.global.u16 %0, [%1];" : "=h"(half) : "l"(row + byte_of(kWords - 1, lane)));
+      asm volatile(
+          "{.reg .pred on; setp.ne.u32 on, %2, 0; mov.u16 %0, 0; @on ld.global.u16 %0, [%1];}"
+          : "=&h"(half)
+          : "l"(place - lane * 14 + kTail + (kBytes & 12) * kLanes), "r"(on));
       words[kWords - 1] = half;
     }
   }
 
-  // Zeros where the row does not count: masked rows may hold NaN, and 0 * NaN is NaN.
-  static __device__ __forceinline__ void load_if(uint32_t (&words)[kWords], const char* row,
-                                                 int lane, bool counts) {
-#pragma unroll
-    for (int i = 0; i < kWords; i++) words[i] = 0;
-    if (counts) load(words, row, lane);
+ private:
+  static __device__ __forceinline__ void load_wide(uint32_t* words, const char* place,
+                                                   uint32_t on) {
+    asm volatile(
+        "{.reg .pred on; setp.ne.u32 on, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; "
+        "mov.u32 %3, 0; @on ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+        : "l"(place), "r"(on));
   }
 };
 

@@ -30,6 +30,7 @@ class AppendArgs(ctypes.Structure):
         ("past_lens", Pointer),
         ("rope_cos_sin", Pointer),
         ("kv_scales", Pointer),
+        ("counters", Pointer),
         ("key_token_stride", ctypes.c_int64),
         ("value_token_stride", ctypes.c_int64),
         ("num_tokens", ctypes.c_int32),
@@ -39,11 +40,13 @@ class AppendArgs(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
+        ("num_counters", ctypes.c_int32),
+        ("tokens_per_block", ctypes.c_int32),
     )
 
 
 class DecodeDirectArgs(ctypes.Structure):
-    """Attend one token per sequence, all keys in one block."""
+    """Attend one token per sequence, all keys in one block or one cluster of blocks."""
 
     _fields_ = (
         ("query", Pointer),
@@ -67,6 +70,42 @@ class DecodeDirectArgs(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+    )
+
+
+class DecodeCounterArgs(ctypes.Structure):
+    """Attend one token per sequence in blocks that share keys; the last to arrive merges.
+
+    In the workspace: `partial_output` `[slots, heads of a block, Dv]` and `partial_lse` `[slots,
+    heads of a block]`, float32, and `counters` `[N, Hkv, blocks of heads]`, int32.
+    """
+
+    _fields_ = (
+        ("query", Pointer),
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("rope_cos_sin", Pointer),
+        ("kv_scales", Pointer),
+        ("sinks", Pointer),
+        ("output", Pointer),
+        ("partial_output", Pointer),
+        ("partial_lse", Pointer),
+        ("counters", Pointer),
+        ("query_token_stride", ctypes.c_int64),
+        ("output_token_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("num_blocks", ctypes.c_int32),
     )
 
 
@@ -189,13 +228,32 @@ class PrefillSm90Args(ctypes.Structure):
     )
 
 
+class SampleArgs(ctypes.Structure):
+    """Choose a token for each row of logits.
+
+    `rows` is `[N]` of `sampling.SampleRow`, `logprobs` `[N]` float32, or 0 where nobody asks.
+    """
+
+    _fields_ = (
+        ("logits", Pointer),
+        ("rows", Pointer),
+        ("tokens", Pointer),
+        ("logprobs", Pointer),
+        ("row_stride", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+    )
+
+
 ARGUMENT_STRUCTS: Final = (
     AppendArgs,
     DecodeDirectArgs,
+    DecodeCounterArgs,
     DecodeSplitArgs,
     MergeArgs,
     PrefillArgs,
     PrefillSm90Args,
+    SampleArgs,
 )
 
 
@@ -204,7 +262,7 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
 
     It checks the size of each struct, and offset and size of each field.
     """
-    lines = ['#include "launch_args.cuh"']
+    lines = ['#include "launch_args.cuh"', '#include "sample_args.cuh"']
     for struct in structs:
         name = f"paged_trt::{struct.__name__}"
         lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')

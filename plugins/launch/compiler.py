@@ -117,7 +117,7 @@ class KernelCompiler:
         self._directory = directory
         # Machine code that is going to run: nobody else may write it.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_private(directory)
+        require_private(directory)
         return directory
 
     def _key(self, source: str, name_expression: str, arch: str) -> str:
@@ -152,8 +152,8 @@ class KernelCompiler:
         )
 
 
-def _require_private(directory: Path) -> None:
-    """Refuse a directory in which any other user could leave machine code.
+def require_private(directory: Path) -> None:
+    """Refuse a directory in which any other user could leave what this process runs.
 
     Its group is trusted: on many systems every user has a group of their own.
 
@@ -168,9 +168,18 @@ def _require_private(directory: Path) -> None:
 
 
 def _write_entry(path: Path, cubin: Cubin) -> None:
-    """Write beside its place, then rename: a reader never sees half of an entry."""
     head = {"format": _FORMAT, "arch": cubin.arch, "names": dict(cubin.names), "log": cubin.log}
-    body = json.dumps(head).encode() + b"\n" + cubin.code
+    write_checked(path, json.dumps(head).encode() + b"\n" + cubin.code)
+
+
+def write_checked(path: Path, body: bytes) -> None:
+    """Write a cache entry with its own hash, beside its place, then rename.
+
+    A reader sees all of an entry or nothing of it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
     data = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
     descriptor, staged = tempfile.mkstemp(prefix=f".{path.stem[:16]}.", dir=path.parent)
     try:
@@ -182,15 +191,26 @@ def _write_entry(path: Path, cubin: Cubin) -> None:
         raise
 
 
-def _read_entry(path: Path, arch: str) -> Cubin | None:
-    """The entry, or None where it is missing or not what was written."""
+def read_checked(path: Path) -> bytes | None:
+    """What `write_checked` wrote, or None where it is missing or damaged.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     digest, _, body = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        _LOG.info("%s is damaged and is compiled again", path)
+        _LOG.info("%s is damaged and is made again", path)
+        return None
+    return body
+
+
+def _read_entry(path: Path, arch: str) -> Cubin | None:
+    """The entry, or None where it is missing or not what was written."""
+    if (body := read_checked(path)) is None:
         return None
     line, _, code = body.partition(b"\n")
     head = json.loads(line)

@@ -11,7 +11,6 @@ import collections
 import ctypes
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,12 +18,7 @@ from paged_trt.plugins.device import KernelLaunch, MemoryClear
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.args import PrefillSm90Args
-from paged_trt.plugins.launch.kernels_decode import (
-    CallAddresses,
-    fill_arguments,
-    partial_output_elements,
-    split_partitions,
-)
+from paged_trt.plugins.launch.kernels_decode import CallAddresses, fill_arguments
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
     COUNTER_BYTES,
     EncodeMap,
@@ -39,17 +33,31 @@ from paged_trt.plugins.launch.loaded import (
     grid_of,
 )
 from paged_trt.plugins.launch.planner import Planner
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PrefillPlan, SplitKv
-from paged_trt.plugins.launch.registry import SPECIALISED, KernelKey, KernelPath
+from paged_trt.plugins.launch.plans import (
+    AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
+    Direct,
+    PrefillPlan,
+    SplitKv,
+)
+from paged_trt.plugins.launch.registry import DECODE_PATHS, SPECIALISED, KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.workspace import (
+    architecture,
+    block_columns,
+    decode_workspace,
+    has_clusters,
+    multiprocessors,
+    plan_blocks,
+)
 from paged_trt.plugins.operands import Operand
 
-OVERLAPPING: Final = frozenset(
-    {KernelPath.DECODE_DIRECT, KernelPath.DECODE_SPLIT, KernelPath.MERGE}
-)
+OVERLAPPING: Final = frozenset({*DECODE_PATHS, KernelPath.MERGE})
 """Kernels that may start before the one ahead of them has ended. Before they wait for it, they
-read lengths and page ids only, which were there before the append started. The append itself
-may follow the very kernel that wrote them."""
+read queries, lengths, page ids and tables only, which were there before the append started. The
+append itself may follow the very kernel that wrote them."""
 FIRST_OVERLAP_ARCH: Final = 90
 MOST_PREPARED: Final = 128
 """Step sizes that a plugin instance keeps ready."""
@@ -60,26 +68,47 @@ Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
 ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
-_ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", "partial_output", "partial_lse"))
+_WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
+_ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS))
+_DECODE_KERNELS: Final[dict[type[AttentionPlan], tuple[KernelPath, ...]]] = {
+    Direct: (KernelPath.DECODE_DIRECT,),
+    Cluster: (KernelPath.DECODE_CLUSTER,),
+    Counter: (KernelPath.DECODE_COUNTER,),
+    Balanced: (KernelPath.DECODE_BALANCED,),
+    SplitKv: (KernelPath.DECODE_SPLIT, KernelPath.MERGE),
+}
 
 
 def kernel_paths(
     request: AttentionPlanRequest, plan: AttentionPlan | PrefillPlan
 ) -> tuple[KernelPath, ...]:
-    """Kernels of one step, in launch order."""
+    """Kernels of one step, in launch order.
+
+    Raises:
+        KernelLaunchError: the device has no kernel for the plan.
+    """
     if isinstance(plan, PrefillPlan):
         return (KernelPath.APPEND, _prefill_path(plan))
     if not request.is_decode:
         return (KernelPath.APPEND, KernelPath.PREFILL)
-    if isinstance(plan, Direct):
-        return (KernelPath.APPEND, KernelPath.DECODE_DIRECT)
-    return (KernelPath.APPEND, KernelPath.DECODE_SPLIT, KernelPath.MERGE)
+    if isinstance(plan, Cluster) and not has_clusters(request.arch):
+        raise KernelLaunchError(
+            f"the attention plan {plan} needs sm_90 and the device is {request.arch}; build the "
+            f"engine with `--attention-plan counter:{plan.blocks}` or `auto`"
+        )
+    columns = request.step.num_seqs * block_columns(request.attention)
+    if isinstance(plan, Direct) and columns <= multiprocessors(request):
+        # One block each and no more blocks: the kernel of large blocks, of which one is enough.
+        return (KernelPath.APPEND, KernelPath.DECODE_COUNTER)
+    return (KernelPath.APPEND, *_DECODE_KERNELS[type(plan)])
 
 
 def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
     """Every kernel that a layer may launch, whatever N, T and M are."""
     is_covered = refusal(request) is None
-    unused = {KernelPath.PREFILL} if is_covered else SPECIALISED
+    unused = {KernelPath.PREFILL} if is_covered else set(SPECIALISED)
+    if not has_clusters(request.arch):
+        unused.add(KernelPath.DECODE_CLUSTER)
     return tuple(KernelKey.of(path, request) for path in KernelPath if path not in unused)
 
 
@@ -103,11 +132,15 @@ class PreparedStep:
         request: sizes and types.
         operator: geometry of the layer.
         addresses: strides, and where the first launch finds everything.
-        planner: chooses between direct and split decode.
+        planner: chooses the kernels of a decode step.
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
         encode_map: as `tensor_maps.encode_pool_map`.
         make_clear: as `MemoryClear`.
+
+    Attributes:
+        plan: what the planner chose.
+        partitions: blocks that share keys, as `plan_blocks` counts them.
 
     Raises:
         KernelLaunchError: a kernel is not loaded.
@@ -133,28 +166,19 @@ class PreparedStep:
         self.addresses = addresses
         self._operator = operator
         self._encode_map = encode_map
+        self._decode_plan = Direct() if isinstance(self.plan, PrefillPlan) else self.plan
+        self.partitions = plan_blocks(self._decode_plan, request)
+        self._workspace = decode_workspace(
+            self._decode_plan, request.attention, request.step, self.partitions
+        )
         takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
         self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
-        self._split = self.plan if request.is_decode and isinstance(self.plan, SplitKv) else None
-        elements = partial_output_elements(request.step, request.attention, self.partitions)
-        self._lse_offset = 4 * elements
         # All are found before one is launched.
         loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
         # The counter first, so that it is clear long before it is needed.
         clears: list[Launch] = [] if self._counter is None else [self._counter]
         self._launches = (*clears, *(kernel.launch for kernel in self._kernels))
-
-    @property
-    def partitions(self) -> int:
-        """Partitions of a split decode; 1 otherwise."""
-        if self._split is None:
-            return 1
-        return split_partitions(
-            self._split,
-            table_width=self.request.step.table_width,
-            window=self.request.attention.window,
-        )
 
     def bind(self, addresses: CallAddresses) -> None:
         """Write addresses into the argument blocks, for all launches from now on.
@@ -165,7 +189,8 @@ class PreparedStep:
         operands = dict(zip(_OPERAND_FIELDS, addresses.operands, strict=True))
         operands["output"] = addresses.output
         operands["partial_output"] = addresses.workspace
-        operands["partial_lse"] = addresses.workspace + self._lse_offset
+        operands["partial_lse"] = addresses.workspace + self._workspace.lse_offset
+        operands["counters"] = addresses.workspace + self._workspace.counter_offset
         for kernel in self._kernels:
             block = kernel.block
             for name in kernel.fields:
@@ -195,6 +220,12 @@ class PreparedStep:
         for launch in self._launches:
             launch(stream)
 
+    def _cluster(self, path: KernelPath) -> int:
+        if path is KernelPath.DECODE_CLUSTER:
+            return self.partitions
+        is_split = path in SPECIALISED and isinstance(self.plan, PrefillPlan)
+        return self.plan.partitions if is_split else 1  # type: ignore[union-attr]
+
     def _make(self, kernel: LoadedKernel, make_launch: LaunchMaker) -> _Kernel:
         request, path = self.request, kernel.key.path
         block = fill_arguments(
@@ -203,7 +234,8 @@ class PreparedStep:
             attention=request.attention,
             pool=self._operator.pool,
             step=request.step,
-            plan=self._split,
+            plan=self._decode_plan,
+            blocks=self.partitions,
         )
         if isinstance(block, PrefillSm90Args):
             self._set_prefill_addresses(block, self.addresses)
@@ -219,8 +251,8 @@ class PreparedStep:
             ),
             threads=kernel.build.threads,
             shared_bytes=kernel.build.shared_bytes,
-            cluster=self.plan.partitions if isinstance(self.plan, PrefillPlan) else 1,
-            overlaps=path in OVERLAPPING and _can_overlap(request.arch),
+            overlaps=path in OVERLAPPING and architecture(request.arch) >= FIRST_OVERLAP_ARCH,
+            cluster=self._cluster(path),
             label=str(kernel.key),
         )
         names = (name for name, *_ in block._fields_)
@@ -296,8 +328,3 @@ class LayerLauncher:
         if step.addresses != located:
             step.bind(located)
         self._step, self._addresses = step, addresses
-
-
-def _can_overlap(arch: str | None) -> bool:
-    number = re.match(r"sm_(\d+)", arch or "")
-    return number is not None and int(number[1]) >= FIRST_OVERLAP_ARCH

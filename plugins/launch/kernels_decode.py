@@ -13,13 +13,34 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
+from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, DType
 from paged_trt.plugins.errors import UnsupportedError
-from paged_trt.plugins.kv import KvPoolSpec, pages_for_tokens, tokens_in_pages
+from paged_trt.plugins.kv import KvPoolSpec, tokens_in_pages
 from paged_trt.plugins.launch import args
-from paged_trt.plugins.launch.plans import SplitKv
+from paged_trt.plugins.launch.plans import (
+    CLUSTER_BLOCKS,
+    MOST_COUNTER_BLOCKS,
+    AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
+    Direct,
+    SplitKv,
+)
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.workspace import (
+    FULL_WARPS,
+    HEADS_PER_TILE,
+    block_columns,
+    decode_workspace,
+    has_clusters,
+    head_tiles,
+    multiprocessors,
+    resident_blocks,
+    visible_pages,
+)
 from paged_trt.plugins.operands import Operand, StepShape
 
 Grid = tuple[int, int, int]
@@ -35,18 +56,27 @@ ELEMENT_TYPES: Final = {
 ARGUMENTS: Final[Mapping[KernelPath, type[ctypes.Structure]]] = {
     KernelPath.APPEND: args.AppendArgs,
     KernelPath.DECODE_DIRECT: args.DecodeDirectArgs,
+    KernelPath.DECODE_CLUSTER: args.DecodeDirectArgs,
+    KernelPath.DECODE_COUNTER: args.DecodeCounterArgs,
+    KernelPath.DECODE_BALANCED: args.DecodeCounterArgs,
     KernelPath.DECODE_SPLIT: args.DecodeSplitArgs,
     KernelPath.MERGE: args.MergeArgs,
 }
 """Argument struct of each path."""
-HEADS_PER_TILE: Final = 8
-"""Query heads of one tensor-core tile."""
 MAX_HEAD_DIM: Final = 256
 HEAD_DIM_STEP: Final = 16
-CHUNK_ELEMENTS: Final = 8
+ITEM_ELEMENTS: Final = 16
 """Elements that a thread of the append kernel moves at once."""
 APPEND_THREADS: Final = 256
+APPEND_BLOCKS: Final = 1024
+"""Blocks that fill a device; an append of more tokens gives several to each."""
+APPEND_ITEMS: Final = 4
+"""Items of a thread where a block has several tokens: two batches of loads."""
+MOST_TOKENS_PER_BLOCK: Final = 8
+"""A warp of an append block finds the place of one token."""
 MERGE_THREADS: Final = 128
+WIDEST_CLUSTER_KEYS: Final = 128
+"""Queries of two tiles of wider heads, beside what a cluster sends, pass 48 KB of shared memory."""
 GRID_LIMIT: Final = 65535
 """Largest second and third dimension of a grid; the kernels walk over sequences beyond it."""
 
@@ -80,13 +110,16 @@ def kernel_build(key: KernelKey) -> KernelBuild:
     activation, kv = ELEMENT_TYPES[key.activation_dtype], ELEMENT_TYPES[key.kv_cache_dtype]
     dims = f"{key.head_dim}, {key.value_head_dim}"
     if key.path is KernelPath.APPEND:
-        name, threads = f"append<{activation}, {kv}, {dims}>", APPEND_THREADS
-        return _build(key, name, threads)
+        name = f"append<{activation}, {kv}, {dims}, {key.features.value}>"
+        return _build(key, name, APPEND_THREADS)
     if key.path is KernelPath.MERGE:
         return _build(key, f"merge<{activation}, {key.value_head_dim}>", MERGE_THREADS)
     tiles = head_tiles(key.group_size, key.value_head_dim)
-    warps = decode_warps(key.path, tiles, key.value_head_dim)
-    name = f"{key.path.value}<{activation}, {kv}, {dims}, {key.group_size}, {warps}, {tiles}>"
+    if key.path is KernelPath.DECODE_CLUSTER and key.head_dim > WIDEST_CLUSTER_KEYS:
+        tiles = 1
+    warps, blocks = decode_block(key, tiles)
+    block = f"{key.group_size}, {warps}, {blocks}, {tiles}, {key.features.value}"
+    name = f"{key.path.value}<{activation}, {kv}, {dims}, {block}>"
     return _build(key, name, warps * 32, tiles)
 
 
@@ -115,48 +148,42 @@ def _check(key: KernelKey) -> None:
             )
 
 
-def head_tiles(group_size: int, value_head_dim: int) -> int:
-    """Tiles of eight query heads that a block serves; larger groups take more blocks.
+def decode_block(key: KernelKey, tiles: int) -> tuple[int, int]:
+    """Warps of a decode block, and blocks that a multiprocessor holds.
 
-    Two tiles read the keys of a group of up to 16 once. Wide value heads keep to one: the
-    accumulators of two would leave no registers for keys in flight.
-    """
-    return 2 if group_size > HEADS_PER_TILE and value_head_dim <= 128 else 1
-
-
-def decode_warps(path: KernelPath, tiles: int, value_head_dim: int) -> int:
-    """Warps of a decode block.
-
-    A direct grid is large: two blocks of four warps on a multiprocessor cover each other's
-    starts and ends. A split grid has about one block per multiprocessor, so the block has all
+    A direct or balanced grid is large, so a multiprocessor holds several blocks. Where blocks
+    share the keys of a sequence, there is about one for each multiprocessor, so the block has all
     eight warps, as long as their accumulators fit the 48 KB of static shared memory.
     """
-    if path is KernelPath.DECODE_DIRECT:
-        return 4
-    return 8 if tiles * HEADS_PER_TILE * value_head_dim <= 1024 else 4
+    if key.path in {KernelPath.DECODE_DIRECT, KernelPath.DECODE_BALANCED}:
+        dims = (key.head_dim, key.value_head_dim, key.group_size)
+        return FULL_WARPS, resident_blocks(*dims, kv_itemsize=key.kv_cache_dtype.itemsize)
+    return (8, 1) if tiles * HEADS_PER_TILE * key.value_head_dim <= 1024 else (4, 2)
 
 
-def split_partitions(plan: SplitKv, *, table_width: int, window: int) -> int:
-    """Partitions of the grid of a split decode, from shapes only.
+def decode_candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
+    """Plans of a decode step that are worth timing; some may pass a plan's workspace."""
+    columns = request.step.num_seqs * block_columns(request.attention)
+    pages, units = visible_pages(request), multiprocessors(request)
+    plans: list[AttentionPlan] = [Direct()]
+    if request.step.num_seqs > 1:
+        plans.append(Balanced())
+    # From half a block for each multiprocessor to four.
+    shares = [n for n in range(2, MOST_COUNTER_BLOCKS + 1) if units <= 2 * n * columns <= 8 * units]
+    if has_clusters(request.arch):
+        plans += [Cluster(blocks=size) for size in CLUSTER_BLOCKS if size in shares]
+    wanted = {shares[0], units // columns, 2 * units // columns, shares[-1]} if shares else set()
+    counts = sorted(n for n in wanted if n in shares and n <= 2 * pages)
+    plans += [Counter(blocks=count) for count in counts]
+    for count in counts:
+        tokens = tokens_in_pages(-(-pages // count))
+        plans.append(SplitKv(partition_tokens=tokens, threshold_tokens=tokens))
+    return tuple(dict.fromkeys(plans))
 
-    A window starts anywhere in a page, and partitions start at a page: hence the page on top.
-    """
-    tokens = tokens_in_pages(table_width)
-    if window != FULL_WINDOW:
-        pages = pages_for_tokens(min(window, tokens)) + 1
-        tokens = tokens_in_pages(min(pages, table_width))
-    return max(1, -(-tokens // plan.partition_tokens))
 
-
-def partial_output_elements(step: StepShape, attention: AttentionSpec, partitions: int) -> int:
-    """Float32 elements of a split's `partial_output`, which `partial_lse` follows."""
-    return step.num_seqs * attention.num_q_heads * partitions * attention.value_head_dim
-
-
-def split_workspace_bytes(step: StepShape, attention: AttentionSpec, partitions: int) -> int:
-    """Bytes of workspace of a split decode. Its contents mean nothing between launches."""
-    rows = step.num_seqs * attention.num_q_heads * partitions
-    return 4 * (partial_output_elements(step, attention, partitions) + rows)
+def tokens_per_append_block(num_tokens: int) -> int:
+    """Token rows of one block of the append kernel."""
+    return min(max(1, num_tokens // APPEND_BLOCKS), MOST_TOKENS_PER_BLOCK)
 
 
 def kernel_grid(
@@ -169,14 +196,19 @@ def kernel_grid(
         build: `kernel_build(key)`.
         step: T, N and M.
         num_kv_heads: key heads of the layer.
-        partitions: `split_partitions` of a split decode.
+        partitions: `plan_blocks` of the plan.
     """
     sequences = min(step.num_seqs, GRID_LIMIT)
     if key.path is KernelPath.APPEND:
-        chunks = num_kv_heads * (key.head_dim + key.value_head_dim) // CHUNK_ELEMENTS
-        return (step.num_tokens, min(-(-chunks // build.threads), GRID_LIMIT), 1)
+        rows = tokens_per_append_block(step.num_tokens)
+        items = rows * num_kv_heads * (key.head_dim + key.value_head_dim) // ITEM_ELEMENTS
+        per_block = build.threads * (APPEND_ITEMS if rows > 1 else 1)
+        slices = -(-items // per_block)
+        return (-(-step.num_tokens // rows), min(slices, GRID_LIMIT), 1)
     if key.path is KernelPath.MERGE:
         return (num_kv_heads * key.group_size, sequences, 1)
+    if key.path is KernelPath.DECODE_BALANCED:
+        return (partitions, 1, 1)
     head_blocks = -(-key.group_size // (HEADS_PER_TILE * build.head_tiles))
     return (partitions * head_blocks, num_kv_heads, sequences)
 
@@ -205,7 +237,8 @@ def fill_arguments(
     attention: AttentionSpec,
     pool: KvPoolSpec,
     step: StepShape,
-    plan: SplitKv | None = None,
+    plan: AttentionPlan = Direct(),  # noqa: B008 - frozen
+    blocks: int = 1,
 ) -> Struct:
     """Argument block of one launch.
 
@@ -215,7 +248,8 @@ def fill_arguments(
         attention: geometry of the layer.
         pool: page geometry.
         step: T, N and M.
-        plan: the plan of a split decode and its merge; None otherwise.
+        plan: the plan of a decode step; of a prefill, none is asked for.
+        blocks: `plan_blocks` of the plan.
 
     Raises:
         KeyError: a field of `struct` has no value, such as a split's without a plan.
@@ -229,9 +263,8 @@ def fill_arguments(
         "key_token_stride": addresses.token_strides[1],
         "value_token_stride": addresses.token_strides[2],
         "output_token_stride": attention.num_q_heads * attention.value_head_dim,
+        **_shared_values(addresses.workspace, plan, attention, step, blocks),
     }
-    if plan is not None:
-        values |= _split_values(addresses.workspace, plan, attention, step)
     # Arrays, such as tensor maps, are left to those who encode them.
     return struct(
         **{
@@ -245,6 +278,7 @@ def fill_arguments(
 def _scalars(attention: AttentionSpec, pool: KvPoolSpec, step: StepShape) -> dict[str, int | float]:
     return {
         "num_tokens": step.num_tokens,
+        "tokens_per_block": tokens_per_append_block(step.num_tokens),
         "num_seqs": step.num_seqs,
         "table_width": step.table_width,
         "num_pages": pool.num_pages,
@@ -258,15 +292,22 @@ def _scalars(attention: AttentionSpec, pool: KvPoolSpec, step: StepShape) -> dic
     }
 
 
-def _split_values(
-    workspace: int, plan: SplitKv, attention: AttentionSpec, step: StepShape
+def _shared_values(
+    address: int, plan: AttentionPlan, attention: AttentionSpec, step: StepShape, blocks: int
 ) -> dict[str, int]:
-    partitions = split_partitions(plan, table_width=step.table_width, window=attention.window)
-    outputs = partial_output_elements(step, attention, partitions)
-    return {
-        "partial_output": workspace,
-        "partial_lse": workspace + 4 * outputs,
-        "partition_tokens": plan.partition_tokens,
-        "threshold_tokens": plan.threshold_tokens,
-        "num_partitions": partitions,
+    """Where the parts of the workspace are, and who uses them."""
+    workspace = decode_workspace(plan, attention, step, blocks)
+    values = {
+        "partial_output": address,
+        "partial_lse": address + workspace.lse_offset,
+        "counters": address + workspace.counter_offset,
+        "num_counters": workspace.num_counters,
+        "num_blocks": blocks,
     }
+    if isinstance(plan, SplitKv):
+        values |= {
+            "partition_tokens": plan.partition_tokens,
+            "threshold_tokens": plan.threshold_tokens,
+            "num_partitions": blocks,
+        }
+    return values

@@ -116,6 +116,7 @@ class DeviceKernels:
         self._load = load
         self._context = context
         self._kernels: dict[tuple[int, KernelKey], LoadedKernel] = {}
+        self._functions: dict[tuple[int, KernelBuild, str], Any] = {}
         self._lock = threading.Lock()
 
     def warm(self, keys: Iterable[KernelKey]) -> None:
@@ -133,6 +134,23 @@ class DeviceKernels:
             for key in keys:
                 if (context, key) not in self._kernels:
                     self._kernels[context, key] = self._make(key)
+
+    def load(self, build: KernelBuild, arch: str) -> Any:
+        """The handle of a kernel that no key names, in the current context.
+
+        Args:
+            build: the kernel.
+            arch: architecture of the current device.
+
+        Raises:
+            UnsupportedError: no compiler is installed.
+            KernelError: it did not compile or load.
+        """
+        place = (self._context(), build, arch)
+        with self._lock:
+            if place not in self._functions:
+                self._functions[place] = self._function(build, arch)
+            return self._functions[place]
 
     def find(self, key: KernelKey) -> LoadedKernel:
         """The kernel of `key` in the current context; nothing is compiled.
@@ -154,11 +172,12 @@ class DeviceKernels:
                 f"{key}: a kernel is compiled for one architecture, and none is named"
             )
         build = build_of(key)
-        arch = compile_arch(key.arch)
-        cubin = self.compiler.compile(build.source, build.name_expression, arch=arch)
+        return LoadedKernel(key=key, build=build, function=self._function(build, key.arch))
+
+    def _function(self, build: KernelBuild, arch: str) -> Any:
+        cubin = self.compiler.compile(build.source, build.name_expression, arch=compile_arch(arch))
         name = cubin.names[build.name_expression]
-        function = self._load(cubin.code, name, shared_bytes=build.shared_bytes)
-        return LoadedKernel(key=key, build=build, function=function)
+        return self._load(cubin.code, name, shared_bytes=build.shared_bytes)
 
 
 KERNELS: Final = DeviceKernels()

@@ -11,39 +11,61 @@ import dataclasses
 from typing import Final, Protocol
 
 from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
-from paged_trt.plugins.launch.kernels_decode import (
-    HEADS_PER_TILE,
-    head_tiles,
-    split_partitions,
-    split_workspace_bytes,
-)
+from paged_trt.plugins.launch.kernels_decode import decode_candidates
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
+    CLUSTER_BLOCKS,
     AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
     Direct,
     PlanSource,
     PrefillPlan,
     SplitKv,
 )
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.tuned import NO_TUNED_PLANS, TunedPlans
+from paged_trt.plugins.launch.workspace import (
+    MOST_MULTIPROCESSORS,
+    block_columns,
+    block_heads,
+    has_clusters,
+    multiprocessors,
+    plan_workspace_bytes,
+    visible_pages,
+)
 
-USUAL_MULTIPROCESSORS: Final = 132
-"""Of an H100 or H200; taken where the device is not known."""
-MOST_MULTIPROCESSORS: Final = 256
-"""More are not filled by a split: the workspace is bounded before the device is known."""
 DIRECT_FACTOR: Final = 1.5
-"""Blocks per multiprocessor from which a direct decode reads as fast as a split one (measured
+"""Blocks per multiprocessor from which a direct decode reads as fast as a shared one (measured
 on an H200: 200 blocks on 132 multiprocessors)."""
+BALANCE_FACTOR: Final = 0.75
+"""Blocks per multiprocessor from which sharing the batch beats sharing each sequence."""
 DIRECT_TOKENS: Final = 512
-"""So few keys are read faster than a merge kernel starts."""
+"""So few keys are read faster than blocks merge through memory."""
+SMALLEST_SHARE: Final = 64
+"""Tokens below which a block of a cluster has too little to read."""
+BALANCE_TOKENS: Final = 2048
+"""Longest sequences from which uneven lengths cost more than a schedule."""
+CLUSTER_TOKENS: Final = 1024
+"""Longest sequences for which clusters of eight win: beyond, they leave multiprocessors idle."""
+CLUSTER_SHARES: Final = {2: 2.0, 4: 0.75, 8: 0.5}
+"""Share of the multiprocessors up to which clusters of a size run at once: a cluster needs all of
+its blocks in one group of multiprocessors, and groups are of uneven sizes."""
+MOST_HEURISTIC_BLOCKS: Final = 32
+"""Beyond so many partials a merge kernel is faster than one last block."""
+MOST_SLOTS: Final = 2 * 3 * MOST_MULTIPROCESSORS
+"""Partials that no heuristic plan passes: two of each of three blocks on every
+multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttention:
-    """A plan and who chose it."""
+    """A plan, who chose it, and why, in words."""
 
     plan: AttentionPlan | PrefillPlan
     source: PlanSource
+    reason: str
 
 
 class Planner(Protocol):
@@ -58,21 +80,41 @@ class Planner(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyPlanner:
-    """Follows an explicit policy where there is one, and shapes otherwise.
+    """Follows an explicit policy, else what was measured on this device, else shapes.
 
     Attributes:
-        explicit: the user's plan; None leaves the choice to the planner.
+        explicit: the user's plan, which switches tuning off; None leaves the choice open.
+        tuned: plans that `paged-trt tune` measured on this device.
     """
 
     explicit: AttentionPlan | None
+    tuned: TunedPlans = NO_TUNED_PLANS
 
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The explicit plan, else the heuristic's; pure. Explicit plans are about decoding."""
+        """The explicit plan, else the tuned one, else the heuristic's; pure.
+
+        Explicit and tuned plans are about decoding.
+        """
         if not request.is_decode:
-            return PlannedAttention(plan=self._prefill(request), source=PlanSource.HEURISTIC)
+            prefill = self._prefill(request)
+            return PlannedAttention(
+                plan=prefill, source=PlanSource.HEURISTIC, reason=prefill.reason
+            )
         if self.explicit is not None:
-            return PlannedAttention(plan=self.explicit, source=PlanSource.EXPLICIT)
-        return PlannedAttention(plan=_heuristic(request), source=PlanSource.HEURISTIC)
+            return PlannedAttention(
+                plan=self.explicit,
+                source=PlanSource.EXPLICIT,
+                reason="the engine was built with `--attention-plan`",
+            )
+        found = self.tuned.find(request)
+        # The workspace was sized for the heuristic when the engine was built.
+        if found is not None and _fits(found.plan, request):
+            return PlannedAttention(
+                plan=found.plan, source=PlanSource.TUNED, reason=found.explain()
+            )
+        return PlannedAttention(
+            plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_reason(request)
+        )
 
     def _prefill(self, request: AttentionPlanRequest) -> PrefillPlan:
         plan = plan_prefill(request)
@@ -82,46 +124,91 @@ class PolicyPlanner:
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
         """Bytes of partial results that no plan passes, on any device."""
-        if isinstance(self.explicit, Direct):
-            return 0
-        attention, step = largest.attention, largest.step
         if self.explicit is not None:
-            partitions = split_partitions(
-                self.explicit, table_width=step.table_width, window=attention.window
-            )
             # Grows with N and with M, so the largest step needs most.
-            return split_workspace_bytes(step, attention, partitions)
-        pages = _visible_pages(largest)
+            return plan_workspace_bytes(
+                self.explicit,
+                dataclasses.replace(largest, num_multiprocessors=MOST_MULTIPROCESSORS),
+            )
+        attention, pages = largest.attention, visible_pages(largest)
         if tokens_in_pages(pages) <= DIRECT_TOKENS:
             return 0
-        # N * Hkv * partitions of a split: twice fewer blocks than make a direct decode, or one
-        # for each multiprocessor; and never more than every sequence with every page.
-        split_rows = min(
-            int(2 * DIRECT_FACTOR * MOST_MULTIPROCESSORS),
-            step.num_seqs * attention.num_kv_heads * pages,
-        )
-        row_bytes = 4 * (attention.value_head_dim + 1)
-        return split_rows * attention.group_size * row_bytes
+        columns = largest.step.num_seqs * block_columns(attention)
+        slots = min(MOST_SLOTS, columns * pages)
+        slot_bytes = 4 * block_heads(attention) * (attention.value_head_dim + 1)
+        return slots * slot_bytes + 4 * columns
+
+
+def _fits(plan: AttentionPlan, request: AttentionPlanRequest) -> bool:
+    """Whether a plan needs no more workspace than every engine without a policy has."""
+    bound = PolicyPlanner(explicit=None).workspace_bytes(request)
+    return plan_workspace_bytes(plan, request) <= bound
+
+
+def candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
+    """Plans of a decode step worth timing, the heuristic's first.
+
+    All fit the workspace of every engine that was built without a policy.
+    """
+    first = _heuristic(request)
+    others = [plan for plan in decode_candidates(request) if _fits(plan, request)]
+    return tuple(dict.fromkeys((first, *others)))
 
 
 def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
-    """About one block for each multiprocessor, and at least two partitions where it splits."""
-    attention = request.attention
-    tile = HEADS_PER_TILE * head_tiles(attention.group_size, attention.value_head_dim)
-    blocks = request.step.num_seqs * attention.num_kv_heads * -(-attention.group_size // tile)
-    units = min(request.num_multiprocessors or USUAL_MULTIPROCESSORS, MOST_MULTIPROCESSORS)
-    tokens = tokens_in_pages(_visible_pages(request))
-    if blocks >= DIRECT_FACTOR * units or tokens <= DIRECT_TOKENS:
+    """About one block for each multiprocessor, or two where blocks are small."""
+    attention, num_seqs = request.attention, request.step.num_seqs
+    columns = num_seqs * block_columns(attention)
+    units = multiprocessors(request)
+    pages = visible_pages(request)
+    tokens = tokens_in_pages(pages)
+    if num_seqs > 1 and columns >= BALANCE_FACTOR * units and tokens > BALANCE_TOKENS:
+        return Balanced()
+    if columns >= DIRECT_FACTOR * units:
         return Direct()
-    partitions = max(2, units // blocks)
+    blocks = max(2, units // columns)
+    if cluster := _cluster(request, columns, blocks):
+        return cluster
+    if tokens <= DIRECT_TOKENS:
+        return Direct()
+    blocks = min(blocks, pages)
+    if blocks <= MOST_HEURISTIC_BLOCKS:
+        return Counter(blocks=blocks)
     # Whole pages: a partition of that many tokens, rounded up to its last page.
-    partition = tokens_in_pages(pages_for_tokens(-(-tokens // partitions)))
+    partition = tokens_in_pages(pages_for_tokens(-(-tokens // blocks)))
     return SplitKv(partition_tokens=partition, threshold_tokens=partition)
 
 
-def _visible_pages(request: AttentionPlanRequest) -> int:
-    """Pages of one sequence that a decode step may read."""
-    single = SplitKv(partition_tokens=tokens_in_pages(1), threshold_tokens=0)
-    return split_partitions(
-        single, table_width=request.step.table_width, window=request.attention.window
-    )
+def _cluster(request: AttentionPlanRequest, columns: int, blocks: int) -> Cluster | None:
+    """The largest cluster that leaves few multiprocessors idle, where clusters win."""
+    tokens = tokens_in_pages(visible_pages(request))
+    if not has_clusters(request.arch) or (blocks >= CLUSTER_BLOCKS[-1] and tokens > CLUSTER_TOKENS):
+        return None
+    units = multiprocessors(request)
+    fitting = [
+        size
+        for size in CLUSTER_BLOCKS
+        if size <= blocks
+        and size * SMALLEST_SHARE <= tokens
+        and size * columns <= CLUSTER_SHARES[size] * units
+    ]
+    return Cluster(blocks=fitting[-1]) if fitting else None
+
+
+def _reason(request: AttentionPlanRequest) -> str:
+    """Why `_heuristic` chose its plan, in words."""
+    plan = _heuristic(request)
+    columns = request.step.num_seqs * block_columns(request.attention)
+    tokens, units = tokens_in_pages(visible_pages(request)), multiprocessors(request)
+    where = f"{columns} blocks of heads, up to {tokens} keys each, {units} multiprocessors"
+    if isinstance(plan, Balanced):
+        return f"{where}: enough work to fill the device, shared evenly because lengths may differ"
+    if isinstance(plan, Direct):
+        if columns >= DIRECT_FACTOR * units:
+            return f"{where}: one block each fills the device"
+        return f"{where}: so few keys are read faster than blocks merge"
+    if isinstance(plan, Cluster):
+        return f"{where}: {plan.blocks} blocks share the keys of each and merge on chip"
+    if isinstance(plan, Counter):
+        return f"{where}: {plan.blocks} blocks share the keys of each, the last one merges"
+    return f"{where}: so many partitions that a kernel of its own merges them"

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Final
+from typing import Final, TypeAlias
 
 from paged_trt.plugins.errors import ConfigError, KvPoolError
 from paged_trt.plugins.kv import INT32_MAX, TOKENS_PER_PAGE, pages_per_slot
 
 AUTO: Final = "auto"
 """Text of `--attention-plan` that leaves the choice to the planner."""
-_USAGE: Final = "`auto`, `direct` or `split:TOKENS[:THRESHOLD]`, such as `split:512`"
+CLUSTER_BLOCKS: Final = (2, 4, 8)
+"""Sizes of a thread block cluster: larger ones are not portable."""
+MOST_COUNTER_BLOCKS: Final = 64
+"""One block merges what all others leave: beyond, a merge kernel of its own is faster."""
+_USAGE: Final = (
+    "`auto`, `direct`, `cluster:BLOCKS`, `counter:BLOCKS`, `balanced` or "
+    "`split:TOKENS[:THRESHOLD]`, such as `split:512`"
+)
 
 
 class PlanSource(enum.Enum):
@@ -64,7 +71,65 @@ class SplitKv:
         return f"split:{self.partition_tokens}:{self.threshold_tokens}"
 
 
-AttentionPlan = Direct | SplitKv
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The blocks of a cluster share the keys of a (sequence, key head) and merge on chip; sm_90.
+
+    Attributes:
+        blocks: of a cluster, one of CLUSTER_BLOCKS.
+
+    Raises:
+        ConfigError: `blocks` is no size of a cluster.
+    """
+
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if self.blocks not in CLUSTER_BLOCKS:
+            raise ConfigError(f"a cluster has 2, 4 or 8 blocks, got {self.blocks}")
+
+    def __str__(self) -> str:
+        return f"cluster:{self.blocks}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """Blocks share the keys of a (sequence, key head) evenly; the last to finish merges.
+
+    Attributes:
+        blocks: of each (sequence, key head), from 2 to MOST_COUNTER_BLOCKS.
+
+    Raises:
+        ConfigError: `blocks` is out of range.
+    """
+
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.blocks <= MOST_COUNTER_BLOCKS:
+            raise ConfigError(
+                f"a counter has from 2 to {MOST_COUNTER_BLOCKS} blocks, got {self.blocks}"
+            )
+
+    def __str__(self) -> str:
+        return f"counter:{self.blocks}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Balanced:
+    """The blocks that fit on the device share all keys of the batch, by a schedule made there."""
+
+    def __str__(self) -> str:
+        return "balanced"
+
+
+AttentionPlan: TypeAlias = Direct | Cluster | Counter | Balanced | SplitKv
+
+
+_SHARED: Final[dict[str, type[Cluster] | type[Counter]]] = {
+    "cluster": Cluster,
+    "counter": Counter,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +168,11 @@ def parse_attention_plan(text: str) -> AttentionPlan | None:
         return None
     if text == "direct":
         return Direct()
+    if text == "balanced":
+        return Balanced()
     kind, *numbers = text.split(":")
+    if kind in _SHARED and len(numbers) == 1 and _is_number(numbers[0]):
+        return _SHARED[kind](blocks=int(numbers[0]))
     if kind != "split" or not 1 <= len(numbers) <= 2 or not all(map(_is_number, numbers)):
         raise ConfigError(f"`{text}` is no attention plan; use {_USAGE}")
     partition, threshold = int(numbers[0]), int(numbers[-1])

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import Final
 
-from paged_trt.plugins.attention import FULL_WINDOW
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
@@ -16,6 +16,9 @@ class KernelPath(enum.Enum):
 
     APPEND = "append"
     DECODE_DIRECT = "decode_direct"
+    DECODE_CLUSTER = "decode_cluster"
+    DECODE_COUNTER = "decode_counter"
+    DECODE_BALANCED = "decode_balanced"
     DECODE_SPLIT = "decode_split"
     MERGE = "merge"
     PREFILL = "prefill"
@@ -25,6 +28,45 @@ class KernelPath(enum.Enum):
 
 SPECIALISED: Final = frozenset({KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT})
 """Kernels that are compiled with or without window and softcap; others look at run time."""
+
+
+DECODE_PATHS: Final = (
+    KernelPath.DECODE_DIRECT,
+    KernelPath.DECODE_CLUSTER,
+    KernelPath.DECODE_COUNTER,
+    KernelPath.DECODE_BALANCED,
+    KernelPath.DECODE_SPLIT,
+)
+"""Kernels that attend one token per sequence."""
+
+
+class Feature(enum.Flag):
+    """Features of the op that a kernel is compiled for; off, one costs nothing.
+
+    The values are those of `kernels/decode_config.cuh`.
+    """
+
+    NONE = 0
+    WINDOW = 1
+    SOFTCAP = 2
+    ROPE = 4
+
+    @classmethod
+    def of(cls, attention: AttentionSpec) -> Feature:
+        """What a layer uses."""
+        found = cls.NONE
+        if attention.window != FULL_WINDOW:
+            found |= cls.WINDOW
+        if attention.softcap > 0:
+            found |= cls.SOFTCAP
+        if attention.rope is not Rope.NONE:
+            found |= cls.ROPE
+        return found
+
+
+_ALL_FEATURES: Final = Feature.WINDOW | Feature.SOFTCAP | Feature.ROPE
+_FEATURES: Final = {KernelPath.APPEND: Feature.ROPE, **dict.fromkeys(DECODE_PATHS, _ALL_FEATURES)}
+"""Features that each kind of kernel is compiled for; the others read them at run time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +83,7 @@ class KernelKey:
         group_size: query heads that share a key head.
         has_window: whether a SPECIALISED kernel handles a window; False for others.
         has_softcap: the same for softcap.
+        features: what the kernel does besides, of what the layer uses.
     """
 
     path: KernelPath
@@ -52,6 +95,7 @@ class KernelKey:
     group_size: int
     has_window: bool = False
     has_softcap: bool = False
+    features: Feature = Feature.NONE
 
     @classmethod
     def of(cls, path: KernelPath, request: AttentionPlanRequest) -> KernelKey:
@@ -68,12 +112,14 @@ class KernelKey:
             group_size=attention.group_size,
             has_window=is_specialised and attention.window != FULL_WINDOW,
             has_softcap=is_specialised and attention.softcap > 0,
+            features=Feature.of(attention) & _FEATURES.get(path, Feature.NONE),
         )
 
     def __str__(self) -> str:
+        features = f", {self.features.name}" if self.features else ""
         return (
             f"{self.path.value} {self.activation_dtype.value} -> {self.kv_cache_dtype.value}, "
             f"head_dim {self.head_dim}, value_head_dim {self.value_head_dim}, "
-            f"group_size {self.group_size}, {'window, ' if self.has_window else ''}"
+            f"group_size {self.group_size}{features}, {'window, ' if self.has_window else ''}"
             f"{'softcap, ' if self.has_softcap else ''}{self.arch or 'any device'}"
         )

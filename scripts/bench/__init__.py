@@ -26,7 +26,7 @@ class BenchGroup(click.Group):
 
 @click.group(cls=BenchGroup)
 def command() -> None:
-    r"""Measure; results go to JSON files that name commit, machine and method.
+    """Measure; results go to JSON files that name commit, machine and method.
 
     \b
     Example:

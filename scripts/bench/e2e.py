@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import numpy.typing as npt
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.manifest import EngineManifest, read_manifest
 from paged_trt.runtime.compare import CompareOptions, ComparisonReport, compare_engine
 from paged_trt.runtime.engine import EXECUTORS, load_engine
-from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.session import Session
 from paged_trt.scripts.machine import gpu_and_driver
 from paged_trt.scripts.prompts import open_tokenizer, read_prompts
 from paged_trt.scripts.results import Results, commit
+from paged_trt.scripts.timed import TimedExecutor
 
 METHOD = (
     "greedy decode of the prompts as one ragged batch; tokens and logits of every step against "
@@ -28,24 +26,6 @@ METHOD = (
     "times by the host clock around Executor.step, median, minimum and maximum of the decode "
     "steps of one run after one warm-up run"
 )
-
-
-class _Timed:
-    """An executor that notes how long each step of T == N took."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.decode_seconds: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
-        begin = time.perf_counter()
-        logits = self._executor.step(inputs)
-        if len(inputs.input_ids) == len(inputs.past_lens):
-            self.decode_seconds.append(time.perf_counter() - begin)
-        return logits
 
 
 @click.command(name="e2e")
@@ -97,8 +77,8 @@ def command(
 def _decode_seconds(
     engine_dir: Path, executor: str, prompts: list[tuple[int, ...]], new_tokens: int
 ) -> list[float]:
-    timed = _Timed(load_engine(engine_dir, executor))
-    with Session(timed) as session:
+    timed = TimedExecutor(load_engine(engine_dir, executor))
+    with Session(timed, reuses_prefixes=False) as session:
         session.generate(prompts, new_tokens)
         timed.decode_seconds.clear()
         session.generate(prompts, new_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, PackageMissingError, UnsupportedError
 from paged_trt.scripts.example_models.config import LlamaConfig
 from paged_trt.scripts.example_models.graph import FloatArray
 
@@ -198,7 +198,7 @@ def _import_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise UnsupportedError(
+        raise PackageMissingError(
             'reading a GGUF file needs the package `gguf`; `pip install "paged-trt[demo]"`'
         ) from error
     return gguf

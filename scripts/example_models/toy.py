@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 from paged_trt.plugins.dtypes import DType
@@ -107,3 +108,28 @@ def _head_scale(shape: tuple[int, ...], generator: np.random.Generator) -> Float
     """Spread-out norms of the rows, which keep the two largest logits apart."""
     spread = generator.standard_normal((shape[0], 1), np.float32)
     return np.asarray(np.exp(spread / 2) * 8 / np.sqrt(shape[1]), np.float32)
+
+
+@click.command()
+@click.argument("out_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--dialect",
+    type=click.Choice([each.value for each in Dialect]),
+    default=Dialect.ATTENTION23_PAST.value,
+    show_default=True,
+    help="How the ONNX file spells attention.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
+def main(out_dir: Path, dialect: str, seed: int) -> None:
+    """Write a random two-layer Llama as ONNX with tokenizer and configs into OUT_DIR.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.example_models.toy toy
+    """
+    write_toy(out_dir, dialect, seed=seed)
+    click.echo(f"wrote {out_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("plugins", "builder", "runtime", "scripts")
-SUFFIXES = {".py", ".typed", ".cu", ".cuh"}
+SUFFIXES = {".py", ".typed", ".cu", ".cuh", ".html", ".json"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_wheel_carries_licence_and_command(wheel: zipfile.ZipFile) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert b"paged-trt = paged_trt.scripts.cli:main" in wheel.read(entry_points)
+    assert b"paged_trt.runtime.polygraphy_extension:argument_groups" in wheel.read(entry_points)
 
 
 @pytest.mark.parametrize("name", PACKAGES)

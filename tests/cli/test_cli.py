@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
 import pytest
 
 from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
-from paged_trt.scripts.cli import COMMANDS, main
+from paged_trt.scripts.cli import COMMANDS, cli, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.readme import render
@@ -62,11 +63,24 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> 
     return text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
+def every_command(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, subcommands of subcommands too."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        yield (*path, name)
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from every_command(command, *path, name)
+
+
+@pytest.mark.parametrize("words", [(), *every_command(cli)], ids=" ".join)
+def test_help_has_an_example(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
-    assert "Example:" in text
+    example = text.split("Example:")[1]
+    assert r"\b" not in text
+    # The example is of this very command.
+    assert " ".join(("paged-trt", *words)) in example
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +107,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
         (["--attention-plan=split:100"], ["100", "128"]),
         (["--attention-plan=fastest"], ["fastest"]),
+        (["--attention-plan=cluster:3"], ["2, 4 or 8", "3"]),
+        (["--attention-plan=counter:65"], ["64", "65"]),
         (["--attention-plan=split:128:99999999999"], ["99999999999", "2147483647"]),
         (["--tokenizer=/nonexistent"], ["tokenizer.json"]),
         (["--save-onnx=/nonexistent/model.onnx"], ["/nonexistent"]),
@@ -417,6 +433,43 @@ def test_bench_e2e_writes_what_the_readme_shows(
     assert "[`e2e.json`](tests/bench/results/e2e.json)" in text
 
 
+def test_run_draws_the_same_tokens_from_the_same_seed(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    draws = ["--temperature=2", "--top-k=50", "--top-p=0.99"]
+    for options in (["--seed=1"], ["--seed=1"], ["--seed=2"], []):
+        arguments = ["--input-ids", "1,2", *draws, *options, "--max-new-tokens=12"]
+        assert main(["run", str(engine), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    assert "`top_p` must be over 0" in fails(
+        capsys, 2, "run", engine, "--input-ids", "1", "--top-p=0"
+    )
+
+
+def test_bench_host_times_a_full_batch(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "host.json"
+    options = ["--prompt-len", "12", "--steps", "5", "-o", str(output)]
+    assert main(["bench", "host", str(engine), "--executor=reference", *options]) == 0
+    results = read_results(output)
+    (row,) = results.rows
+    assert (results.kind, row["executor"], row["steps"]) == ("host", "reference", 5)
+    assert 0 < row["runtime_us"] < row["step_us"]
+    assert "host_us" not in row
+    output.unlink()
+    for wrong, words in (
+        (["--batch", "0"], "`--batch` must be from 1"),
+        (["--steps", "1"], "both must be 2 or more"),
+        (["--steps", "100000"], "all fit the engine's"),
+    ):
+        assert words in fails(capsys, 2, "bench", "host", engine, *wrong, "-o", output)
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [(["--gigabytes=0.5"], "under 1.0, one layer"), (["--runs=0"], "x>=1")],
@@ -450,3 +503,27 @@ def test_log_level_is_checked(
 ) -> None:
     monkeypatch.setenv("PAGED_TRT_LOG", "loud")
     assert "loud" in fails(capsys, 2, "inspect", "x")
+
+
+def test_a_wrong_path_is_answered_with_the_right_one(
+    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(code: int, *words: object) -> str:
+        return " ".join(fails(capsys, code, *words).split())
+
+    shutil.copytree(engine, tmp_path / "engine")
+    shutil.copy(engine / "model.onnx", tmp_path / "model.onnx")
+    prompt = ["--input-ids", "1"]
+    assert "did you mean `" in said(4, "run", tmp_path / "engin", *prompt)
+    assert str(tmp_path / "engine") in said(4, "run", tmp_path / "engin", *prompt)
+    assert f"`paged-trt build {model} -o" in said(4, "run", model, *prompt)
+    assert "is a file" in said(4, "inspect", engine / "config.json")
+    assert f"`paged-trt build {model} -o" in said(4, "compare", engine, model)
+    assert "engine directory, built already" in said(2, "explain", engine)
+    assert "engine directory, built already" in said(2, "build", engine, *LIMITS, "--dry-run")
+    assert f"did you mean `{model}`" in said(2, "explain", model.parent)
+    assert f"did you mean `{tmp_path / 'model.onnx'}`" in said(
+        2, "explain", tmp_path / "modle.onnx"
+    )
+    assert f"did you mean `{model}`" in said(2, "compare", model.parent, engine)
+    assert "pass the path of a `.onnx` file" in said(2, "explain", tmp_path / "no" / "x.bin")

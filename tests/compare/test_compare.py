@@ -325,7 +325,9 @@ def test_json_holds_the_same_report(pair: tuple[Path, Path], tmp_path: Path) -> 
     path = tmp_path / "report.json"
     path.write_text("old")
     assert run(*pair, "--prompt-lens", "80,130", "--json", str(path)) == 0
-    report = json.loads(path.read_text())
+    data = json.loads(path.read_text())
+    assert data["passed"] is True
+    (report,) = data["reports"]
     assert report["passed"] is True
     assert report["executor"] == "reference"
     assert [each["name"] for each in report["iterations"]] == ["prefill whole", "prefill by 77"]
@@ -334,6 +336,9 @@ def test_json_holds_the_same_report(pair: tuple[Path, Path], tmp_path: Path) -> 
     assert sequence["steps_compared"] == sequence["num_steps"] == 4
     assert 0 <= sequence["max_difference"] <= sequence["limit"]
     assert sequence["token_difference"] is None
+    assert sequence["first_over"] is None
+    assert sum(report["histogram"]["counts"]) == 2 * 2 * 4 * 512
+    assert len(report["histogram"]["counts"]) == len(report["histogram"]["edges"]) + 1
     assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
 
 

@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
+import rewrite_variants as variants
+from engine_dirs import write_engine_dir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from paged_trt.builder.onnx.load import load_model
+from paged_trt.builder.onnx.save import save_model
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.runtime import reference_executor
+from paged_trt.runtime.compare import CompareOptions, compare_engine
 from paged_trt.runtime.decoders import UPCAST_NOTE, open_decoder
 from paged_trt.runtime.dense import Generation, greedy, open_session
 from paged_trt.runtime.dense_signature import load_graph, read_signature
@@ -50,6 +57,41 @@ def assert_same(found: Generation, expected: Generation, roundings: float = 16) 
     limits = roundings * 2.0**-11 * np.abs(expected.logits).max(-1)
     assert (np.abs(found.logits - expected.logits).max(-1) <= limits).all()
     assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("variant", [variants.scatter_cache, variants.scatter_cache_of_the_caller])
+def test_caches_that_tensor_scatter_writes(
+    toys: dict[Dialect, Path], tmp_path: Path, expected: Generation, variant: Any
+) -> None:
+    model = load_model(toys[Dialect.ATTENTION23_PAST])
+    variant(model)
+    RemoveUnusedNodesPass()(model)
+    save_model(model, tmp_path)
+    path = tmp_path / "model.onnx"
+    assert_same(greedy(open_decoder(path), PROMPT, STEPS), expected)
+    write_engine_dir(path, tmp_path / "engine")
+    options = CompareOptions(executor="reference", num_new_tokens=STEPS)
+    assert compare_engine(path, tmp_path / "engine", options).passed
+
+
+def test_a_cache_of_fixed_length_that_is_too_short(
+    toys: dict[Dialect, Path], tmp_path: Path, expected: Generation
+) -> None:
+    lengths = {"enough": len(PROMPT) + STEPS, "short": len(PROMPT)}
+    decoders = {}
+    for name, length in lengths.items():
+        model = load_model(toys[Dialect.ATTENTION23_PAST])
+        variants.scatter_cache(model)
+        RemoveUnusedNodesPass()(model)
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.shape is not None and len(value.shape) == 4:
+                value.shape = ir.Shape(["batch_size", 2, length, 64])
+        (tmp_path / name).mkdir()
+        save_model(model, tmp_path / name)
+        decoders[name] = open_decoder(tmp_path / name / "model.onnx")
+    assert_same(greedy(decoders["enough"], PROMPT, STEPS), expected)
+    with pytest.raises(ConfigError, match="holds 130 tokens and a sequence has 136"):
+        greedy(decoders["short"], PROMPT, STEPS)
 
 
 def edit(source: Path, target: Path, change: Any) -> Path:

@@ -159,9 +159,9 @@ def test_serialized_fields_round_trip() -> None:
     [
         ({"window": None}, "missing ['window']"),
         ({"surprise": 1}, "unknown ['surprise']"),
-        ({"abi_version": 2}, "`abi_version` must be 1, found 2"),
+        ({"abi_version": 3}, "`abi_version` must be 2, found 3"),
         ({"route": 3}, "`route` must be one of [0, 1], found 3"),
-        ({"attention_plan": 9}, "`attention_plan` must be one of [0, 1, 2], found 9"),
+        ({"attention_plan": 9}, "`attention_plan` must be one of [0, 1, 2, 3, 4, 5], found 9"),
         ({"kv_cache_dtype": 99}, "`kv_cache_dtype` must be one of"),
     ],
 )

@@ -46,6 +46,7 @@ GENAI_FORMS: Final[dict[str, tuple[str, str, dict[str, str]]]] = {
     "GQA float32": ("cpu", "fp32", {}),
     "GQA INT4": ("cuda", "int4", {}),
     "GQA INT4 QDQ": ("cuda", "int4", {"use_qdq": "true"}),
+    "GQA INT4 QDQ, asymmetric": ("cuda", "int4", {"use_qdq": "true", "is_symmetric": "false"}),
 }
 """Provider, precision and options of the builder by form."""
 
@@ -91,10 +92,21 @@ CASES: Final = (
     Case(family="llama", tool="torch", form="23", dtype="float32"),
     # In float16, torch writes a Mul of mixed types for gemma3, which onnxruntime refuses.
     *(Case(family="gemma3", tool="torch", form=opset, dtype="float32") for opset in ("23", "24")),
-    *(Case(family="llama", tool="torch", form=opset, refusal=_SPELT_OUT) for opset in ("20", "22")),
+    # torch writes attention nodes from opset 23 on, and none for a model that spells them out.
     *(
-        Case(family=family, tool="torch", form="23", refusal=_SPELT_OUT)
+        Case(family=family, tool="torch", form=opset, refusal=_SPELT_OUT)
+        for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "opt", "gemma3")
+        for opset in ("20", "22")
+    ),
+    *(
+        Case(family=family, tool="torch", form=opset, refusal=_SPELT_OUT)
         for family in ("llama-eager", "gemma2", "bloom")
+        for opset in ("20", "22", "23", "24")
+    ),
+    # A bias of scores as an input of the attention node.
+    *(
+        Case(family="falcon-alibi", tool="torch", form=opset, refusal="such as ALiBi")
+        for opset in ("23", "24")
     ),
     Case(family="llama", tool="optimum", refusal=_SPELT_OUT),
     *(
@@ -118,6 +130,12 @@ CASES: Final = (
     Case(family="llama", tool="genai", form="GQA for TensorRT-RTX"),
     Case(family="llama", tool="genai", form="GQA float32", dtype="float32"),
     Case(family="llama", tool="genai", form="GQA INT4 QDQ"),
+    Case(
+        family="llama",
+        tool="genai",
+        form="GQA INT4 QDQ, asymmetric",
+        refusal="TensorRT reads signed ones only",
+    ),
     Case(family="llama", tool="genai", form="GQA INT4", refusal="com.microsoft::MatMulNBits"),
     # onnxruntime fails in the second step of this model: its declared shapes contradict each other.
     Case(family="llama", tool="genai", form="MHA", reference=_GENAI_CPU),

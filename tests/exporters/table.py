@@ -19,7 +19,7 @@ def render(text: str, data: dict[str, Any]) -> str:
         "| model | exporter | type | attention nodes | result "
         "| largest logit difference (allowed) |",
         "|---|---|---|---|---|---|",
-        *map(_line, data["rows"]),
+        *map(_line, _merged(data["rows"])),
     ]
     body = "\n".join(lines) + "\n\n" + _versions(data) + "\n"
     return MARKER.sub(lambda found: found[1] + body + found[2], text)
@@ -28,6 +28,22 @@ def render(text: str, data: dict[str, Any]) -> str:
 def write(data: dict[str, Any]) -> None:
     """Write the README's table."""
     README.write_text(render(README.read_text(encoding="utf-8"), data), encoding="utf-8")
+
+
+def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Refusals of one model that differ in the opset alone as one row."""
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        is_refused = row["tool"] == "torch" and row["result"] == "refused"
+        key = (row["family"], row["dtype"]) if is_refused else (row["name"],)
+        if key in merged:
+            forms = f"{merged[key]['form']}, {row['form']}"
+            # The counts of nodes differ a little from opset to opset.
+            detail = re.sub(r"\d+ (MatMul|Softmax)", r"\1", merged[key]["detail"])
+            merged[key] = {**merged[key], "form": forms, "detail": detail}
+        else:
+            merged[key] = row
+    return list(merged.values())
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -81,6 +81,17 @@ FAMILIES: Final[dict[str, Family]] = {
         config="OPTConfig",
         settings={"ffn_dim": 384, "word_embed_proj_dim": 256, "num_key_value_heads": 4},
     ),
+    "falcon-alibi": Family(
+        config="FalconConfig",
+        settings={
+            "alibi": True,
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "num_key_value_heads": 4,
+            "ffn_hidden_size": 384,
+        },
+    ),
     "bloom": Family(
         config="BloomConfig",
         settings={"n_layer": 2, "n_head": 4, "num_key_value_heads": 4},

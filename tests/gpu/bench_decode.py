@@ -18,10 +18,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.decode_cases import Case, Inputs, make_inputs
-from gpu.decode_device import DecodeStep, Plan
+from gpu.decode_device import DecodeStep
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.launch.plans import Direct, SplitKv
+from paged_trt.plugins.launch.kernels_decode import decode_candidates
+from paged_trt.plugins.launch.plans import Direct
 from paged_trt.plugins.launch.registry import KernelPath
 
 BF16, FP8 = DType.BFLOAT16, DType.FLOAT8
@@ -40,19 +41,6 @@ CELLS = [
 NUM_KV_HEADS, HEAD_DIM, GROUP = 8, 128, 4
 BYTES_IN_TURN = 180_000_000
 REPLAYS = 7
-
-
-def plans(batch: int, context: int) -> list[Plan]:
-    """Direct, and splits that give from 64 to 1,024 blocks."""
-    partitions = [128, 256, 512, 1024, 2048, 4096]
-    return [
-        Direct(),
-        *(
-            SplitKv(partition_tokens=tokens, threshold_tokens=tokens)
-            for tokens in partitions
-            if tokens < context and 64 <= batch * NUM_KV_HEADS * context // tokens <= 1024
-        ),
-    ]
 
 
 def device_pools(kv: DType, num_pages: int) -> dict[str, Any]:
@@ -116,10 +104,11 @@ def bench_cell(kv: DType, batch: int, context: int, *, with_append: bool) -> Non
     pools = device_pools(kv, len(sets) * batch * (context // 128))
     kv_bytes = 2 * batch * context * NUM_KV_HEADS * HEAD_DIM * kv.itemsize
     results = []
-    for plan in plans(batch, context):
+    for plan in decode_candidates(DecodeStep(*sets[0], Direct(), pools).request):
         steps = [DecodeStep(case, inputs, plan, pools) for case, inputs in sets]
         for step in steps:
             step.is_programmatic = "--programmatic" in sys.argv
+            step.workspace.zero_()  # what the append does before each step
         paths = steps[0].attention_paths
         if with_append:
             paths = (KernelPath.APPEND, *paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +13,20 @@ import numpy.typing as npt
 from gpu.decode_cases import Case, Inputs
 
 from paged_trt.plugins import cuda
+from paged_trt.plugins.device import launch_attributes
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import kernels_decode
-from paged_trt.plugins.launch.plans import Direct, SplitKv
+from paged_trt.plugins.launch.dispatch import kernel_paths
+from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
+from paged_trt.plugins.launch.workspace import decode_workspace, plan_blocks
 from paged_trt.plugins.operands import Operand, StepShape
 
 Array = npt.NDArray[Any]
-Plan = Direct | SplitKv
+Plan = AttentionPlan
 
 
 def check(result: tuple[Any, ...]) -> Any:
@@ -73,6 +78,7 @@ def launch(
     block: ctypes.Structure,
     *,
     is_programmatic: bool,
+    cluster: int = 1,
 ) -> None:
     """Launch on torch's current stream; programmatic: before the kernel ahead has ended."""
     import torch
@@ -82,12 +88,9 @@ def launch(
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    if is_programmatic:
-        attribute = driver.CUlaunchAttribute()
-        ids = driver.CUlaunchAttributeID
-        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+    attributes = launch_attributes(driver, overlaps=is_programmatic, cluster=cluster)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(block))
     check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
@@ -99,9 +102,11 @@ class DecodeStep:
         tensors: uint8 tensor of each operand.
         output: uint8 tensor, NaN until the step has run.
         is_programmatic: whether kernels may start before the one ahead has ended.
+        has_small_blocks: whether a direct decode takes the kernel of large grids, whatever N is.
     """
 
     is_programmatic = False
+    has_small_blocks = False
 
     def __init__(
         self, case: Case, inputs: Inputs, plan: Plan, pools: Mapping[str, Any] | None = None
@@ -134,24 +139,36 @@ class DecodeStep:
         """NaN everywhere: the kernels must not read what they did not write."""
         import torch
 
-        if isinstance(self.plan, Direct):
-            return torch.empty(1, dtype=torch.uint8, device="cuda")
-        size = kernels_decode.split_workspace_bytes(self.step, self.case.attention, self.partitions)
-        return torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        sizes = decode_workspace(self.plan, self.case.attention, self.step, self.partitions)
+        return torch.full((sizes.num_bytes + 1,), 255, dtype=torch.uint8, device="cuda")
 
     @property
-    def partitions(self) -> int:
-        if isinstance(self.plan, Direct):
-            return 1
-        return kernels_decode.split_partitions(
-            self.plan, table_width=self.step.table_width, window=self.case.window
+    def request(self) -> AttentionPlanRequest:
+        return AttentionPlanRequest(
+            arch=cuda.device_arch(),
+            attention=self.case.attention,
+            activation_dtype=self.case.activation,
+            kv_cache_dtype=self.case.kv,
+            step=self.step,
+            num_multiprocessors=cuda.multiprocessors(),
         )
 
     @property
+    def partitions(self) -> int:
+        return plan_blocks(self.plan, self.request)
+
+    @property
     def attention_paths(self) -> tuple[KernelPath, ...]:
-        if isinstance(self.plan, Direct):
+        if self.has_small_blocks:
             return (KernelPath.DECODE_DIRECT,)
-        return (KernelPath.DECODE_SPLIT, KernelPath.MERGE)
+        # T is not N where the append of a prefill is tested.
+        step = StepShape(
+            num_tokens=self.step.num_seqs,
+            num_seqs=self.step.num_seqs,
+            table_width=self.step.table_width,
+        )
+        request = dataclasses.replace(self.request, step=step)
+        return kernel_paths(request, self.plan)[1:]
 
     def launch(self, *paths: KernelPath) -> None:
         """Launch kernels on torch's current stream."""
@@ -160,15 +177,7 @@ class DecodeStep:
 
     def _launch_one(self, path: KernelPath) -> None:
         attention = self.case.attention
-        key = KernelKey(
-            path=path,
-            arch=arch(),
-            activation_dtype=self.case.activation,
-            kv_cache_dtype=self.case.kv,
-            head_dim=attention.head_dim,
-            value_head_dim=attention.value_head_dim,
-            group_size=attention.group_size,
-        )
+        key = KernelKey.of(path, self.request)
         build = kernels_decode.kernel_build(key)
         grid = kernels_decode.kernel_grid(
             key,
@@ -183,6 +192,7 @@ class DecodeStep:
             build.threads,
             self.arguments(path),
             is_programmatic=self.is_programmatic,
+            cluster=self.partitions if path is KernelPath.DECODE_CLUSTER else 1,
         )
 
     def arguments(self, path: KernelPath) -> ctypes.Structure:
@@ -203,7 +213,8 @@ class DecodeStep:
             attention=attention,
             pool=self.pool,
             step=self.step,
-            plan=self.plan if isinstance(self.plan, SplitKv) else None,
+            plan=self.plan,
+            blocks=self.partitions,
         )
 
     def run(self) -> Array:

@@ -36,6 +36,8 @@ class ToyEngine:
     plan: str | None = None
     dialect: str = "attention23-past"
     logits: str = "last"
+    greedy: bool = False
+    window: int | None = None
     pool_pages: int | None = None
     max_batch_size: int = 4
     capacity: int = 1024
@@ -70,9 +72,9 @@ def _workspace() -> Path:
 
 @functools.cache
 def _build(toy: ToyEngine) -> Path:
-    source = _workspace() / f"{toy.dialect}-{toy.activation.value}"
+    source = _workspace() / f"{toy.dialect}-{toy.activation.value}-{toy.window}"
     if not source.exists():
-        write_toy(source, toy.dialect, dtype=toy.activation)
+        write_toy(source, toy.dialect, dtype=toy.activation, window=toy.window)
     scales = None
     if toy.kv is not None and toy.kv.is_quantised:
         scales = source / f"{toy.kv.value}.safetensors"
@@ -91,6 +93,7 @@ def _build(toy: ToyEngine) -> Path:
         kv_cache_dtype=toy.kv or "auto",
         kv_scales=scales,
         logits=toy.logits,
+        greedy_in_engine=toy.greedy,
         attention_plan=toy.plan,
     )
     build_engine_directory(BuildRequest(model=source / "model.onnx", target=target, config=config))

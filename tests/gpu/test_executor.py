@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from gpu.engines import ToyEngine, check_agrees, generate, prompts, same_bits
+from gpu.engines import NEW_TOKENS, ToyEngine, check_agrees, generate, prompts, same_bits
 
 from paged_trt.plugins import cuda
-from paged_trt.plugins.device import context_id, kept_device
+from paged_trt.plugins.device import Stream, context_id, kept_device
+from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
 from paged_trt.plugins.launch.dispatch import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
@@ -130,3 +135,126 @@ def test_a_failed_step_is_named_and_the_executor_goes_on(monkeypatch: pytest.Mon
         assert same_bits(expected, generate(executor, prompts()))
     finally:
         executor.close()
+
+
+class FailsIn:
+    """`LayerLauncher.enqueue` that fails in one thread and works in every other."""
+
+    def __init__(self, ident: int | None = None) -> None:
+        self.original = LayerLauncher.enqueue
+        self.ident = ident
+
+    def replacement(self) -> object:
+        def enqueue(launcher: LayerLauncher, *arguments: object, **options: object) -> None:
+            if threading.get_ident() == self.ident:
+                raise RuntimeError("made to fail")
+            self.original(launcher, *arguments, **options)  # type: ignore[arg-type]
+
+        return enqueue
+
+
+def test_a_failing_executor_does_not_touch_one_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One executor fails in every step while another decodes: neither hides the other's result."""
+    working, failing = open_plan(TOY.folder), open_plan(TOY.folder, uses_graphs=False)
+    fails = FailsIn()
+    found, problems = [], []
+
+    def fail_all_the_time() -> None:
+        fails.ident = threading.get_ident()
+        started.set()
+        while not stop.is_set():
+            try:
+                generate(failing, prompts()[:1], new_tokens=1)
+            except ExecutionError as error:
+                problems.append(str(error))
+
+    started, stop = threading.Event(), threading.Event()
+    thread = threading.Thread(target=fail_all_the_time)
+    try:
+        expected = generate(working, prompts())
+        monkeypatch.setattr(LayerLauncher, "enqueue", fails.replacement())
+        thread.start()
+        assert started.wait(30)
+        found = [generate(working, prompts()) for _ in range(5)]
+    finally:
+        stop.set()
+        thread.join(30)
+        working.close()
+        failing.close()
+    assert all(same_bits(expected, each) for each in found)
+    assert problems
+    assert all("made to fail" in problem for problem in problems)
+
+
+def test_a_failure_inside_a_capture_falls_back_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The eager step of a bucket works and its capture fails: the tokens are those of graphs."""
+    expected_executor = open_plan(TOY.folder)
+    expected = generate(expected_executor, prompts())
+    expected_executor.close()
+    executor = open_plan(TOY.folder)
+    original = Stream.capture
+
+    def capture(stream: Stream, work: Callable[[], None]) -> object:
+        def failing_work() -> None:
+            work()
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    LayerLauncher, "enqueue", FailsIn(threading.get_ident()).replacement()
+                )
+                work()
+
+        return original(stream, failing_work)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, "capture", capture)
+            found = generate(executor, prompts())
+        stats = executor.stats()
+        assert same_bits(expected, found)
+        assert stats.graph_captures == 0
+        assert stats.graph_fallbacks > 0
+        assert same_bits(expected, generate(executor, prompts()))
+    finally:
+        executor.close()
+
+
+def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    executor = open_plan(TOY.folder)
+    try:
+        executor.warm_up()
+        warm, free = executor.stats(), free_bytes()
+        expected = generate(executor, prompts())
+        after = executor.stats()
+        assert (after.contexts, after.graph_captures) == (warm.contexts, warm.graph_captures)
+        assert free - free_bytes() < MIB
+    finally:
+        executor.close()
+    (file,) = tmp_path.glob("*.rtx")
+    kept = file.read_bytes()
+    again = open_plan(TOY.folder)
+    try:
+        assert same_bits(expected, generate(again, prompts()))
+    finally:
+        again.close()
+    # What the second executor needed was there: it wrote nothing new.
+    assert len(file.read_bytes()) == len(kept)
+
+
+@pytest.mark.parametrize("activation", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
+def test_a_greedy_engine_chooses_what_the_runtime_chooses(activation: DType) -> None:
+    executor = open_plan(ToyEngine(activation=activation, greedy=True).folder)
+    try:
+        with_logits = generate(executor, prompts())
+        # Without `keep_logits` only the ids come back.
+        found = Session(executor).generate(prompts(), NEW_TOKENS)
+        assert executor.stats().graph_fallbacks == 0
+    finally:
+        executor.close()
+    assert [each.tokens for each in found] == [each.tokens for each in with_logits]

@@ -245,3 +245,27 @@ def test_a_kernel_needs_an_architecture(cache: Path) -> None:
     found = DeviceKernels(KernelCompiler(cache), context=lambda: 1)
     with pytest.raises(KernelError, match="one architecture, and none is named"):
         found.warm([key(arch=None)])
+
+
+KEPT_ERROR = """
+import gc
+from paged_trt.plugins import cuda
+from paged_trt.plugins.errors import KernelCompileError
+
+def fail():
+    try:
+        cuda.compile_cubin("no kernel", arch="sm_80")
+    except KernelCompileError as error:
+        kept = error.__cause__  # frame -> error -> traceback -> frame
+
+fail()
+gc.collect()
+"""
+
+
+def test_a_kept_error_frees_its_program_quietly() -> None:
+    """cuda-core's program prints a traceback where the garbage collector takes it apart."""
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT_ERROR], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""

@@ -1,16 +1,21 @@
-"""Append, decode and merge kernels compile for every architecture without spills."""
+"""Append, decode and merge kernels compile for every architecture without spills, and the machine
+code of the main ones has the loads and the products that it should.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+from paged_trt.plugins.launch.registry import Feature, KernelKey, KernelPath
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 
 core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -39,6 +44,7 @@ def key(
     head_dim: int,
     group_size: int = 1,
     value_head_dim: int | None = None,
+    features: Feature = Feature.NONE,
 ) -> KernelKey:
     return KernelKey(
         path=path,
@@ -48,10 +54,15 @@ def key(
         head_dim=head_dim,
         value_head_dim=value_head_dim or head_dim,
         group_size=group_size,
+        features=features,
     )
 
 
 def compile_resources(build: KernelBuild, arch: str) -> Resources:
+    return compile_kernel(build, arch)[1]
+
+
+def compile_kernel(build: KernelBuild, arch: str) -> tuple[bytes, Resources]:
     include = [str(KERNEL_DIRECTORY), pathfinder.find_nvidia_header_directory("cudart")]
     options = core.ProgramOptions(
         arch=arch, std="c++17", include_path=include, ptxas_options=["-v"]
@@ -60,7 +71,7 @@ def compile_resources(build: KernelBuild, arch: str) -> Resources:
     log = _Log()
     code = program.compile("cubin", name_expressions=(build.name_expression,), logs=log)
     assert bytes(code.code).startswith(b"\x7fELF")
-    return parse_resources(log.text)
+    return bytes(code.code), parse_resources(log.text)
 
 
 class _Log:
@@ -88,43 +99,50 @@ def parse_resources(log: str) -> Resources:
 # Keys of models in use, with a generous limit of registers: a jump means that arrays have left
 # the registers or that the depth rule no longer holds.
 BF16, FP16, FP8, INT8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8, DType.INT8
+APPEND, MERGE = KernelPath.APPEND, KernelPath.MERGE
 DIRECT, SPLIT = KernelPath.DECODE_DIRECT, KernelPath.DECODE_SPLIT
+CLUSTER, COUNTER = KernelPath.DECODE_CLUSTER, KernelPath.DECODE_COUNTER
+BALANCED = KernelPath.DECODE_BALANCED
+ROPE, ALL = Feature.ROPE, Feature.WINDOW | Feature.SOFTCAP | Feature.ROPE
 MAIN_KEYS = [
-    (key(KernelPath.APPEND, BF16, BF16, 128), 64),
-    (key(KernelPath.APPEND, BF16, FP8, 128), 64),
-    (key(KernelPath.APPEND, FP16, INT8, 128), 64),
-    (key(KernelPath.MERGE, BF16, BF16, 128), 64),
-    (key(DIRECT, BF16, BF16, 128, 4), 255),
-    (key(DIRECT, BF16, BF16, 128, 8), 255),
-    (key(DIRECT, FP16, FP16, 128, 1), 255),
-    (key(DIRECT, BF16, FP8, 128, 4), 255),
-    (key(DIRECT, FP16, INT8, 128, 7), 255),
-    (key(DIRECT, BF16, BF16, 64, 4), 255),
-    (key(DIRECT, BF16, FP8, 64, 8), 255),
-    (key(DIRECT, BF16, BF16, 80, 1), 255),
-    (key(DIRECT, BF16, INT8, 80, 5), 255),
-    (key(DIRECT, BF16, BF16, 96, 3), 255),
+    (key(APPEND, BF16, BF16, 128), 48),
+    (key(APPEND, BF16, FP8, 128, features=ROPE), 80),
+    (key(APPEND, FP16, INT8, 96, features=ROPE), 80),
+    (key(MERGE, BF16, BF16, 128), 64),
+    # Three blocks of 128 threads fit a multiprocessor up to 168 registers, two up to 255.
+    (key(DIRECT, BF16, BF16, 128, 8), 168),
+    (key(DIRECT, FP16, FP16, 128, 1), 168),
+    (key(DIRECT, FP16, INT8, 128, 7), 168),
+    (key(DIRECT, BF16, BF16, 96, 3, features=ALL), 168),
     (key(DIRECT, BF16, BF16, 256, 8), 255),
-    (key(DIRECT, BF16, FP8, 256, 16), 255),
-    (key(DIRECT, BF16, BF16, 128, 16), 240),
     (key(DIRECT, BF16, INT8, 128, 16), 255),
-    (key(DIRECT, BF16, BF16, 192, 4, 128), 220),
-    (key(DIRECT, FP16, BF16, 128, 4), 255),
-    (key(DIRECT, BF16, FP16, 64, 4, 128), 255),
+    (key(DIRECT, BF16, BF16, 192, 4, 128), 168),
+    (key(DIRECT, FP16, BF16, 128, 4), 168),
+    (key(DIRECT, BF16, FP16, 64, 4, 128), 168),
+    (key(BALANCED, BF16, BF16, 128, 4, features=ALL), 168),
+    (key(BALANCED, BF16, BF16, 64, 4), 168),
+    (key(BALANCED, BF16, FP8, 64, 8), 168),
+    (key(BALANCED, BF16, FP8, 256, 16), 255),
+    (key(BALANCED, BF16, BF16, 128, 16), 255),
+    (key(BALANCED, BF16, INT8, 80, 5, features=ALL), 168),
+    (key(CLUSTER, BF16, FP8, 128, 8), 200),
+    (key(CLUSTER, BF16, BF16, 128, 16, features=ROPE), 255),
+    (key(CLUSTER, BF16, BF16, 256, 16, features=ROPE), 255),
+    (key(CLUSTER, FP16, INT8, 96, 3, features=ALL), 200),
+    (key(COUNTER, BF16, FP8, 128, 4), 200),
+    (key(COUNTER, FP16, FP16, 64, 1), 200),
+    (key(COUNTER, BF16, BF16, 256, 4, features=ALL), 255),
     (key(SPLIT, BF16, BF16, 128, 4), 200),
-    (key(SPLIT, BF16, FP8, 128, 8), 210),
     (key(SPLIT, FP16, INT8, 128, 4), 210),
-    (key(SPLIT, FP16, FP16, 64, 1), 200),
-    (key(SPLIT, BF16, BF16, 256, 4), 255),
     (key(SPLIT, BF16, BF16, 128, 16), 240),
 ]
 OTHER_KEYS = [
-    key(KernelPath.APPEND, FP16, FP8, 96),
-    key(KernelPath.MERGE, FP16, FP16, 80),
-    key(DIRECT, BF16, BF16, 128, 8),
+    key(APPEND, FP16, FP8, 96, features=ROPE),
+    key(MERGE, FP16, FP16, 80),
     key(DIRECT, BF16, FP8, 128, 4),
-    key(DIRECT, FP16, INT8, 64, 16),
-    key(SPLIT, FP16, FP16, 256, 8),
+    key(BALANCED, FP16, INT8, 64, 16),
+    key(COUNTER, FP16, FP16, 256, 8, features=ALL),
+    key(SPLIT, BF16, BF16, 128, 8),
 ]
 
 
@@ -143,6 +161,11 @@ def test_every_architecture_compiles(kernel: KernelKey, arch: str) -> None:
     check(compile_resources(kernel_build(kernel), arch), 255)
 
 
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_clusters_compile_where_they_exist(arch: str) -> None:
+    check(compile_resources(kernel_build(key(CLUSTER, BF16, BF16, 128, 4)), arch), 255)
+
+
 def check(resources: Resources, register_limit: int) -> None:
     assert resources.spill_bytes == 0
     assert resources.stack_bytes == 0
@@ -150,7 +173,7 @@ def check(resources: Resources, register_limit: int) -> None:
     assert resources.registers <= register_limit
 
 
-ODD_DIMS = [key(DIRECT, BF16, BF16, dim, 2, 256 - dim) for dim in (16, 48, 112, 144, 208, 240)]
+ODD_DIMS = [key(BALANCED, BF16, BF16, dim, 2, 256 - dim) for dim in (16, 48, 112, 144, 208, 240)]
 
 
 @pytest.mark.parametrize("kernel", ODD_DIMS, ids=name_of)
@@ -170,3 +193,59 @@ def test_any_multiple_of_16_compiles(kernel: KernelKey) -> None:
 def test_keys_without_a_kernel_are_refused_by_name(kernel: KernelKey, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         kernel_build(kernel)
+
+
+# What only one kind of kernel has: stores into another block's shared memory, and a counter.
+MARKS = {CLUSTER: r"STAS\.128", COUNTER: r"ATOMG\S*\.INC", BALANCED: r"ATOMG\S*\.INC"}
+PRODUCTS = {BF16: r"HMMA\.16816\.F32\.BF16 ", FP8: r"HMMA\.16816\.F32 "}
+# Instructions of a step of a warp, 8 KB of keys and values, in its rare branches too. Addresses
+# that are computed for each load, or a feature that is off and not gone, pass them.
+STEP_LIMITS = {BF16: 400, FP8: 540}
+
+
+@pytest.mark.parametrize("kv", [BF16, FP8], ids=lambda kv: kv.value)
+@pytest.mark.parametrize("path", [DIRECT, CLUSTER, COUNTER, BALANCED], ids=lambda path: path.value)
+def test_the_machine_code_loads_16_bytes_and_multiplies(
+    path: KernelPath, kv: DType, tmp_path: Path
+) -> None:
+    disassembler = find_disassembler()
+    if disassembler is None:
+        pytest.skip("nvdisasm is not installed; `pip install nvidia-cuda-nvdisasm`")
+    code, resources = compile_kernel(kernel_build(key(path, BF16, kv, 128, 4)), MAIN_ARCH)
+    check(resources, 168 if path in {DIRECT, BALANCED} else 200)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(code)
+    command = [disassembler, "-c", str(cubin)]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert not re.findall(r"\b(?:LDL|STL)\b", listing)
+    assert "ACQBULK" in listing  # waits for the kernel before
+    step = step_of(listing)
+    text = "\n".join(step)
+    # Keys and values of a step, each once without a mask and once with one.
+    assert len(re.findall(r"LDG\.E\.128 ", text)) == 2 * 16
+    assert len(re.findall(PRODUCTS[kv], text)) == (16 if kv is BF16 else 32)
+    assert len(re.findall(r"F2FP\.F16\.E4M3", text)) == (0 if kv is BF16 else 128)
+    assert len(step) <= STEP_LIMITS[kv]
+    for other, mark in MARKS.items():
+        assert bool(re.search(mark, listing)) == (MARKS.get(path) == MARKS[other])
+
+
+def find_disassembler() -> str | None:
+    wheels = Path(pathfinder.find_nvidia_header_directory("cudart")).parent / "bin"
+    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(wheels))
+
+
+def step_of(listing: str) -> list[str]:
+    """Instructions of the shortest loop with products: from its label to the branch back."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*);", line):
+            instructions.append(found[1])
+            back = re.search(r"\bBRA\S* .*`\((\.L_x_\d+)\)", found[1])
+            if back and back[1] in labels:
+                loops.append(instructions[labels[back[1]] :])
+    return min((loop for loop in loops if any("HMMA" in text for text in loop)), key=len)

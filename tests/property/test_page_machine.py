@@ -140,7 +140,7 @@ class DoubleFree(PageRegistry):
     def release(self, page_ids: Iterable[int]) -> None:
         for page_id in page_ids:
             self._references.pop(page_id, None)
-            self._free.append(page_id)
+            self._empty.append(page_id)
 
 
 class LeakOfOne(PageRegistry):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from hypothesis.stateful import (
 from session.history_executor import HistoryExecutor, continuation
 from session.paged_toy import VOCAB, make_spec, prompt_of
 
-from paged_trt.plugins.errors import ExecutionError, SequenceError
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.session import Session
 
@@ -45,10 +47,6 @@ class SessionMachine(RuleBasedStateMachine):
     )
     def add(self, length: int, count: int, chunk: int | None) -> None:
         prompt = prompt_of(length)
-        if len(self.got) == SLOTS:
-            with pytest.raises(SequenceError, match="5 sequences are live"):
-                self.session.add(prompt, count)
-            return
         sequence_id = self.session.add(prompt, count, prefill_chunk=chunk)
         self.expected[sequence_id] = continuation(prompt, count, VOCAB)
         self.got[sequence_id] = []
@@ -80,7 +78,7 @@ class SessionMachine(RuleBasedStateMachine):
         with pytest.raises((KeyboardInterrupt, ExecutionError)):
             self.session.step()
         self.executor.failure = None
-        live = {sequence.sequence_id for sequence in self.session._batch}
+        live = set(self.session._live)
         assert live < set(self.got)
         self.got = {key: value for key, value in self.got.items() if key in live}
 
@@ -88,12 +86,15 @@ class SessionMachine(RuleBasedStateMachine):
     def pages_belong_to_live_sequences(self) -> None:
         if not hasattr(self, "session"):
             return
-        batch = self.session._batch
+        batch = self.session.core.batch
         batch.registry.check()
-        pages = [page for sequence in batch for page in sequence.pages]
-        assert len(pages) == self.session.stats().pages_in_use == len(set(pages))
+        pages = collections.Counter(page for sequence in batch for page in sequence.pages)
+        assert len(pages) == self.session.stats().pages_in_use
+        for page, owners in pages.items():
+            assert batch.registry.reference_count(page) == owners
         assert [sequence.slot for sequence in batch] == list(range(len(batch)))
-        assert {sequence.sequence_id for sequence in batch} == set(self.got)
+        assert set(self.session._live) == set(self.got)
+        assert self.session.stats().sequences == len(self.got)
         for slot in range(SLOTS):
             held = [tuple(each.pages) for each in batch if each.slot == slot] or [()]
             assert batch.table.row(slot) == held[0]

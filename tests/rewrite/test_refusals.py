@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import rewrite_variants as variants
+from quantised_weights import quantise_weights
 from rewrite_support import DEFAULTS
 
 from paged_trt.builder.config import BuildConfig, resolve
@@ -336,13 +338,20 @@ def test_not_yet(load: Load, op_type: str) -> None:
     assert "is not supported" in message
 
 
-@pytest.mark.parametrize("op_type", ["AttentionPlugin", "TRT_Attention"])
-def test_attention_of_another_plugin(load: Load, op_type: str) -> None:
+@pytest.mark.parametrize(
+    ("op_type", "reason"),
+    [
+        ("AttentionPlugin", "Edge-LLM, whose file is not a whole model: its runtime looks up"),
+        ("TRT_Attention", ", with a KV cache of its own"),
+    ],
+)
+def test_attention_of_another_plugin(load: Load, op_type: str, reason: str) -> None:
     model = load("gqa")
     for node in variants.attention_nodes(model):
         node.domain, node.op_type = "trt_edgellm", op_type
     message = refused(model)
     assert f"trt_edgellm::{op_type} is an operator of TensorRT" in message
+    assert reason in message
     assert "export_huggingface" in message
 
 
@@ -353,6 +362,24 @@ def test_weights_that_only_onnxruntime_reads(load: Load) -> None:
     message = refused(model)
     assert "com.microsoft::MatMulNBits" in message
     assert "use_qdq=true" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("uint8", "it dequantises UINT8 codes"),
+        ("uint4-blocks", "it dequantises UINT4 codes"),
+        ("int8-shifted", "are not all 0, and TensorRT takes no others"),
+    ],
+)
+def test_quantised_weights_that_tensorrt_does_not_read(
+    tmp_path: Path, kind: str, reason: str
+) -> None:
+    write_toy(tmp_path / "plain", "gqa")
+    quantise_weights(tmp_path / "plain" / "model.onnx", tmp_path / "model.onnx", kind=kind)
+    message = refused(load_model(tmp_path / "model.onnx"))
+    assert reason in message
+    assert "is_symmetric=true" in message
 
 
 def test_mixed_dialects(load: Load) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class HistoryExecutor:
 
     name = "history"
     notes: tuple[str, ...] = ()
+    samples_on_device = False
 
     def __init__(self, spec: EngineSpec, *, bucketed: bool = False) -> None:
         self.spec = spec
@@ -76,6 +78,19 @@ class HistoryExecutor:
         history = self.pool[pages[pages >= 0]].ravel()[: past + end - start].tolist()
         assert -1 not in history
         return [int(token) for token in history]
+
+    def during_next_step(self, work: Callable[[], None]) -> None:
+        work()
+
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        for source, target in pages:
+            self.pool[target] = self.pool[source]
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        self.pool[list(page_ids)] = -1
+
+    def warm_up(self) -> None:
+        pass
 
     def close(self) -> None:
         self.is_closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from paged_trt.plugins.attention import AttentionSpec, Rope
+from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
@@ -34,6 +35,8 @@ def make_spec(
     capacity: int = 384,
     retained_pages: int = 2,
     max_num_tokens: int = 320,
+    windows: tuple[int, ...] = (FULL_WINDOW,) * LAYERS,
+    greedy_in_engine: bool = False,
 ) -> EngineSpec:
     attention = AttentionSpec(
         num_q_heads=HEADS,
@@ -50,7 +53,7 @@ def make_spec(
             max_kv_cache_capacity=capacity,
             retained_pages=retained_pages,
         ),
-        layers=(attention,) * LAYERS,
+        layers=tuple(dataclasses.replace(attention, window=each) for each in windows),
         activation_dtype=activation,
         kv_cache_dtype=kv or activation,
         vocab_size=VOCAB,
@@ -59,6 +62,7 @@ def make_spec(
         max_input_len=min(capacity, 320),
         max_num_tokens=max_num_tokens,
         reads_position_ids=False,
+        greedy_in_engine=greedy_in_engine,
     )
 
 
@@ -136,6 +140,8 @@ def make_paged(spec: EngineSpec) -> onnx.ModelProto:
     else:
         graph.op("MatMul", [hidden, "head"], "rows")
         graph.op("Unsqueeze", ["rows", "first"], "logits")
+    if spec.greedy_in_engine:
+        graph.op("ArgMax", ["logits"], "next_tokens", axis=-1, keepdims=0)
     values = [
         helper.make_tensor_value_info(each.name, each.dtype.onnx, list(each.dims))
         for each in spec.tensors()

@@ -45,7 +45,7 @@ def generate(executor: ReferenceExecutor, *, chunk: int | None = None, **options
     session = Session(executor, **options)
     result = session.generate(prompts(), NEW_TOKENS, keep_logits=True, prefill_chunk=chunk)
     assert session.stats().pages_in_use == 0
-    session._batch.registry.check()
+    session.core.batch.registry.check()
     return result
 
 
@@ -117,11 +117,11 @@ def test_pages_that_no_sequence_owns_do_not_matter(executor: ReferenceExecutor) 
     session = Session(executor)
 
     def poison(index: int, token: int) -> None:
-        used = {page for each in session._batch for page in each.pages}
+        used = {page for each in session.core.batch for page in each.pages}
         free = sorted(set(range(executor.spec.pool.num_pages)) - used)
         for pool in executor.spec.pools():
             executor.pool(pool.name)[free] = np.nan
-        for each in session._batch:
+        for each in session.core.batch:
             for pool in executor.spec.pools():
                 # The rest of the last page: tokens that the sequence has not reached.
                 last = executor.pool(pool.name)[each.pages[-1]]

@@ -137,7 +137,8 @@ def test_the_plan_that_is_deserialized_is_the_one_that_was_hashed(
 
     monkeypatch.setattr(tensorrt_loader, "check_runnable", check_runnable)
     monkeypatch.setattr(tensorrt_loader, "kept_device", lambda _: Device(driver=FakeDriver()))
-    monkeypatch.setattr(tensorrt_loader, "warm_kernels", lambda spec, arch: None)
+    for name in ("warm_kernels", "load_sampling_kernel"):
+        monkeypatch.setattr(tensorrt_loader, name, lambda spec, arch: None)
     monkeypatch.setattr(tensorrt_loader, "_deserialize", lambda *_: pytest.fail("interpreted"))
     with pytest.raises(ManifestError, match=r"model.plan: the manifest says sha256"):
         load_engine(tmp_path, executor)

@@ -16,7 +16,9 @@ from paged_trt.plugins.errors import (
     PagesExhausted,
     SequenceError,
 )
+from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.scheduler import StepPolicy
 from paged_trt.runtime.sequences import FinishReason
 from paged_trt.runtime.session import Session
 
@@ -34,7 +36,7 @@ def session(executor: HistoryExecutor) -> Session:
 def assert_untouched(session: Session) -> None:
     stats = session.stats()
     assert (stats.pages_in_use, stats.sequences) == (0, 0)
-    session._batch.registry.check()
+    session.core.batch.registry.check()
 
 
 @pytest.mark.parametrize(
@@ -76,23 +78,23 @@ def test_prompts_may_be_any_iterable_and_are_copied(session: Session) -> None:
         session.release(sequence_id)
 
 
-def test_a_full_session_refuses_and_generate_queues(session: Session) -> None:
+def test_more_sequences_than_slots_wait_their_turn(session: Session) -> None:
     prompts = [prompt_of(length) for length in (5, 200, 1, 128, 30, 257, 2)]
-    for prompt in prompts[:3]:
-        session.add(prompt, 4)
-    with pytest.raises(SequenceError, match=r"3 sequences are live and .* max_batch_size=3"):
-        session.add([1], 4)
-    with pytest.raises(SequenceError, match="without live sequences, 3 are live"):
-        session.generate(prompts, 4)
-    for sequence_id in range(3):
-        session.release(sequence_id)
+    ids = [session.add(prompt, 4) for prompt in prompts]
+    session.step()
+    assert (session.stats().sequences, session.stats().waiting) == (7, 4)
     seen: list[tuple[int, int]] = []
+    # Its own prompts wait behind those that are queued already, which keep their results.
     results = session.generate(prompts, 4, on_token=lambda *pair: seen.append(pair))
     for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         assert result.tokens == continuation(prompt, 4, VOCAB)
         assert result.tokens == tuple(token for each, token in seen if each == index)
         assert result.finish_reason is FinishReason.LENGTH
         assert result.logits is None
+    own = session.step()
+    for sequence_id, prompt in zip(ids[3:], prompts[3:], strict=True):
+        tokens = [each.token for each in own if each.sequence_id == sequence_id]
+        assert tuple(tokens) == continuation(prompt, 4, VOCAB)
     assert_untouched(session)
 
 
@@ -111,25 +113,44 @@ def test_an_end_token_ends_a_sequence(executor: HistoryExecutor) -> None:
     assert result.finish_reason is FinishReason.EOS
 
 
-def test_out_of_pages_changes_nothing_and_can_be_tried_again(session: Session) -> None:
-    hogged = session._batch.registry.allocate(8)
-    first = session.add(prompt_of(128), 3)
-    second = session.add(prompt_of(150), 3)
-    assert len(session.step()) == 2
-    before = session.stats()
-    # The decode step needs one page for the first sequence, and none is left.
+def test_the_youngest_gives_its_pages_and_is_run_again(session: Session) -> None:
+    hogged = session.core.batch.registry.allocate(8)
+    old = session.add(prompt_of(128), 3)
+    young = session.add(prompt_of(150), 3)
+    got: dict[int, list[int]] = {old: [], young: []}
+
+    def step() -> None:
+        for result in session.step():
+            got[result.sequence_id].append(result.token)
+
+    step()
+    # The older one needs a second page, and none is free.
+    step()
+    assert [sequence.sequence_id for sequence in session.core.batch] == [old]
+    assert (session.stats().preemptions, session.stats().waiting) == (1, 1)
+    while session.stats().sequences:
+        step()
+    assert tuple(got[old]) == continuation(prompt_of(128), 3, VOCAB)
+    assert tuple(got[young]) == continuation(prompt_of(150), 3, VOCAB)
+    assert session.stats().pages_in_use == len(hogged)
+
+
+def test_alone_in_the_pool_a_sequence_ends_with_the_numbers(session: Session) -> None:
+    session.core.batch.registry.allocate(10)
+    session.add(prompt_of(128), 3)
+    waiting = session.add([5, 6], 2)
+    assert len(session.step()) == 1
     with pytest.raises(PagesExhausted, match="1 pages are wanted and 0 are free"):
         session.step()
-    assert session.stats() == before
-    session.release(second)
-    tokens = [result.token for _ in range(2) for result in session.step()]
-    assert tuple(tokens) == continuation(prompt_of(128), 3, VOCAB)[1:]
-    assert session.stats().pages_in_use == len(hogged)
-    assert first == 0
+    assert [(each.sequence_id, each.token) for _ in range(2) for each in session.step()] == [
+        (waiting, token) for token in continuation([5, 6], 2, VOCAB)
+    ]
+    assert session.stats().pages_in_use == 10
+    assert session.stats().failed == 1
 
 
 def test_generate_frees_everything_when_pages_run_out(session: Session) -> None:
-    session._batch.registry.allocate(9)
+    session.core.batch.registry.allocate(9)
     with pytest.raises(PagesExhausted, match="3 pages are wanted and 2 are free"):
         session.generate([prompt_of(300)], 3)
     assert (session.stats().pages_in_use, session.stats().sequences) == (9, 0)
@@ -138,34 +159,48 @@ def test_generate_frees_everything_when_pages_run_out(session: Session) -> None:
 def test_pages_that_find_no_row_are_free_again(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise KvPoolError("no row")
 
     session.add(prompt_of(200), 3)
-    monkeypatch.setattr(session._batch.table, "commit", refuse)
+    monkeypatch.setattr(session.core.batch.table, "commit", refuse)
     with pytest.raises(KvPoolError, match="no row"):
         session.step()
-    assert session.stats().pages_in_use == 0
     monkeypatch.undo()
+    assert_untouched(session)
+    session.add(prompt_of(200), 3)
     assert session.step()[0].token == continuation(prompt_of(200), 1, VOCAB)[0]
 
 
 @pytest.mark.parametrize("failure", [ExecutionError("broken"), KeyboardInterrupt()])
 def test_a_failing_step_loses_its_own_sequences_only(
-    session: Session, executor: HistoryExecutor, failure: BaseException
+    executor: HistoryExecutor, failure: BaseException
 ) -> None:
-    survivor = session.add(prompt_of(200), 3)
-    session.step()
+    session = Session(EngineCore(executor, policy=StepPolicy(mixes=False)))
+    survivor = session.add(prompt_of(200), 4)
+    tokens = session.step()
     session.add(prompt_of(50), 3)
+    # After a prefill step it is the turn of the decode rows.
+    tokens += session.step()
     executor.failure = failure
     with pytest.raises(type(failure)):
         session.step()
     executor.failure = None
     assert session.stats().sequences == 1
-    assert [session.step()[0].token for _ in range(2)] == list(
-        continuation(prompt_of(200), 3, VOCAB)[1:]
-    )
-    assert survivor == 0
+    tokens += [result for _ in range(2) for result in session.step()]
+    assert {result.sequence_id for result in tokens} == {survivor}
+    assert tuple(result.token for result in tokens) == continuation(prompt_of(200), 4, VOCAB)
+    assert_untouched(session)
+
+
+def test_an_unknown_error_of_an_executor_has_a_name(
+    session: Session, executor: HistoryExecutor
+) -> None:
+    executor.failure = ZeroDivisionError("odd")
+    session.add([1], 1)
+    with pytest.raises(ExecutionError, match="a step failed: ZeroDivisionError: odd") as caught:
+        session.step()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert_untouched(session)
 
 
@@ -193,6 +228,58 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
         session.generate([[1]], 1)
     executor.logits = np.zeros((2, VOCAB), np.float32)
     with pytest.raises(ExecutionError, match=r"shape \[2, 96\], expected \[1, 96\]"):
+        session.generate([[1]], 1)
+    assert_untouched(session)
+
+
+class GreedyEngine(HistoryExecutor):
+    """Its engine chooses tokens; the first of them may be spoilt."""
+
+    spoilt: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__(make_spec(greedy_in_engine=True))
+        self.calls: list[str] = []
+
+    def step(self, inputs: StepInputs) -> Any:
+        self.calls.append("logits")
+        return super().step(inputs)
+
+    def step_tokens(self, inputs: StepInputs) -> Any:
+        self.calls.append("tokens")
+        tokens = super().step(inputs).argmax(axis=1)
+        if self.spoilt is not None:
+            tokens[0] = self.spoilt
+        return tokens
+
+
+def test_an_engine_that_chooses_is_asked_for_tokens_alone() -> None:
+    executor = GreedyEngine()
+    session = Session(executor)
+    expected = [continuation(prompt_of(n), 3, VOCAB) for n in (2, 130)]
+    found = session.generate([prompt_of(2), prompt_of(130)], 3, prefill_chunk=100)
+    assert [each.tokens for each in found] == expected
+    assert set(executor.calls) == {"tokens"}
+
+
+def test_logits_that_are_kept_are_read_for_the_steps_that_need_them() -> None:
+    executor = GreedyEngine()
+    session = Session(executor)
+    session.add(prompt_of(2), 2, keep_logits=True)
+    session.add(prompt_of(5), 4)
+    results = [result for _ in range(4) for result in session.step()]
+    assert executor.calls == ["logits", "logits", "tokens", "tokens"]
+    assert [result.logits is not None for result in results] == [1, 0, 1, 0, 0, 0]
+    tokens = tuple(each.token for each in results if each.sequence_id == 1)
+    assert tokens == continuation(prompt_of(5), 4, VOCAB)
+
+
+@pytest.mark.parametrize(("spoilt", "what"), [(-1, "NaN"), (VOCAB, "nothing above minus")])
+def test_an_engine_that_found_no_token_is_an_error(spoilt: int, what: str) -> None:
+    executor = GreedyEngine()
+    executor.spoilt = spoilt
+    session = Session(executor)
+    with pytest.raises(ExecutionError, match=f"row 0 of the logits has no largest value .{what}"):
         session.generate([[1]], 1)
     assert_untouched(session)
 

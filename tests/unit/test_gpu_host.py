@@ -77,6 +77,8 @@ def test_a_roundtrip_installs_what_was_packed(kit: Path, tmp_path: Path) -> None
         ("missing", "is missing; copy every folder"),
         ("changed", "is not what the list says; copy it again"),
         ("list", "cannot be read"),
+        ("entry", "cannot be read"),
+        ("piece", "cannot be read"),
         ("name", "is no plain file name"),
         ("escape", "is no plain file name"),
     ],
@@ -93,6 +95,11 @@ def test_a_damaged_copy_is_named_and_nothing_is_installed(
         piece.write_bytes(piece.read_bytes()[:-1] + b"?")
     elif damage == "list":
         listed.write_text("{")
+    elif damage == "entry":
+        listed.write_text('{"wheels": [3]}')
+    elif damage == "piece":
+        data["wheels"][0]["pieces"][0]["more"] = 1
+        listed.write_text(json.dumps(data))
     elif damage == "name":
         data["wheels"][0]["name"] = "../evil.whl"
         listed.write_text(json.dumps(data))
@@ -186,3 +193,49 @@ def test_the_first_difference_has_its_gap_and_bound(
     assert found[0]["bound"] == pytest.approx(0.04)
     assert found[1] is excused
     assert host_run.first_difference([same], [same], tolerance) == (None, True)
+
+
+SANITIZER = """#!/bin/sh
+while [ "$1" != "-m" ]; do
+  if [ "$1" = "--tool" ]; then tool=$2; fi
+  if [ "$1" = "--log-file" ]; then log=$2; fi
+  shift
+done
+echo "3 passed"
+echo "$FAKE_REPORT" > "$(dirname "$log")/1-$tool.log"
+echo "========= ERROR SUMMARY: 0 errors" > "$(dirname "$log")/2-$tool.log"
+"""
+
+
+@pytest.mark.parametrize(
+    ("report", "errors", "processes"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, 2),
+        ("========= ERROR SUMMARY: 1 error", 1, 2),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)", 3, 2),
+        ("the process died before its summary", 0, 1),
+    ],
+)
+def test_what_a_sanitizer_saw_is_summed_over_processes(
+    report: str,
+    errors: int,
+    processes: int,
+    tmp_path: Path,
+    host_run: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_REPORT", report)
+    monkeypatch.setattr(host_run, "gpu_and_driver", lambda device: ("Some GPU", "1.0"))
+    options = argparse.Namespace(
+        output=tmp_path / "out", tools=["memcheck"], tests=["tests/gpu"], device=0, commit="abc"
+    )
+    code = host_run.sanitize(options)
+    (path,) = (tmp_path / "out").glob("sanitizer-*.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["errors"], row["processes"], row["tests"]) == (errors, processes, "3 passed")
+    assert (code == 0) is (errors == 0 and processes == 2)
+    assert (report in row["first_report"]) is (errors > 0)

@@ -79,8 +79,11 @@ def prepare(
 @pytest.mark.parametrize(
     ("tokens", "plan", "names"),
     [
-        (2, "direct", ["append", "decode_direct"]),
+        (2, "direct", ["append", "decode_counter"]),  # few blocks: large ones
         (2, "split:128", ["append", "decode_split", "merge"]),
+        (2, "cluster:4", ["append", "decode_cluster"]),
+        (2, "counter:5", ["append", "decode_counter"]),
+        (2, "balanced", ["append", "decode_balanced"]),
         (5, "split:128", ["append", "prefill"]),
     ],
 )
@@ -128,7 +131,9 @@ def test_every_argument_is_exact() -> None:
     shared |= named("rope_cos_sin", "kv_scales")
     strides = {"key_token_stride": 64, "value_token_stride": 32}
     assert append.args == {
-        **shared, **named("key", "value"), **strides, **sizes, **rope, "num_tokens": 2
+        **shared, **named("key", "value"), **strides, **sizes, **rope, "num_tokens": 2,
+        "counters": partials["partial_lse"] + 4 * 2 * 4 * 2, "num_counters": 0,
+        "tokens_per_block": 1,
     }  # fmt: skip
     query = {**named("query"), "query_token_stride": 128}
     assert split.args == {**shared, **query, **sizes, **rope, **attention, **partials, **parts}
@@ -140,6 +145,59 @@ def test_every_argument_is_exact() -> None:
     assert split.grid == (2, 2, 2)
     assert merge.grid == (4, 2, 1)
     assert append.grid == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "grid", "slots", "blocks"),
+    [("counter:5", (5, 2, 2), 2 * 2 * 5, 5), ("balanced", (396, 1, 1), 2 * 396, 396)],
+)
+def test_counters_lie_behind_the_partials_and_are_cleared_by_the_append(
+    plan: str, grid: tuple[int, int, int], slots: int, blocks: int
+) -> None:
+    driver = FakeDriver()
+    step = prepare(driver, make_request(), plan)
+    step.bind(ADDRESSES)
+    step.launch(1)
+    append, decode = driver.launches
+    rows = slots * 2  # two heads of a block
+    counters = (1 << 31) + 4 * rows * (16 + 1)
+    assert decode.grid == grid
+    assert decode.args["partial_output"] == 1 << 31
+    assert decode.args["partial_lse"] == (1 << 31) + 4 * rows * 16
+    assert decode.args["num_blocks"] == blocks
+    assert decode.args["counters"] == append.args["counters"] == counters
+    assert append.args["num_counters"] == 2 * 2
+
+
+def test_many_direct_blocks_are_small() -> None:
+    driver = FakeDriver()
+    prepare(driver, make_request(67, 67), "direct").launch(1)
+    assert driver.launches[1].name == "decode_direct"
+    assert driver.launches[1].grid == (1, 2, 67)
+
+
+def test_a_cluster_is_launched_as_one() -> None:
+    driver = FakeDriver()
+    prepare(driver, make_request(), "cluster:4").launch(1)
+    append, decode = driver.launches
+    assert (decode.grid, decode.cluster, decode.overlaps) == ((4, 2, 2), (4, 1, 1), True)
+    assert append.cluster == (1, 1, 1)
+    assert append.args["num_counters"] == 0
+
+
+def test_a_cluster_is_refused_where_there_is_none() -> None:
+    with pytest.raises(KernelLaunchError, match=r"cluster:4 needs sm_90 .* sm_89; .* counter:4"):
+        prepare(FakeDriver(), make_request(arch="sm_89"), "cluster:4")
+
+
+@pytest.mark.parametrize(("tokens", "grid"), [(5, (5, 1, 1)), (5000, (1250, 1, 1))])
+def test_a_long_append_gives_a_block_several_tokens(
+    tokens: int, grid: tuple[int, int, int]
+) -> None:
+    driver = FakeDriver()
+    prepare(driver, make_request(tokens)).launch(1)
+    assert driver.launches[0].grid == grid
+    assert driver.launches[0].args["tokens_per_block"] == tokens // grid[0]
 
 
 def test_a_missing_kernel_is_named_and_nothing_is_launched() -> None:
@@ -165,11 +223,12 @@ def test_warm_keys_cover_every_path_that_a_layer_may_take() -> None:
         for request in (covered, make_request(arch="sm_80"))
     }
     hopper = {KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT}
-    assert others["sm_80"] == set(KernelPath) - hopper
+    assert others["sm_80"] == set(KernelPath) - hopper - {KernelPath.DECODE_CLUSTER}
     is_covered = refusal(covered) is None
     assert others["sm_90"] == set(KernelPath) - ({KernelPath.PREFILL} if is_covered else hopper)
     assert set(ARGUMENT_STRUCTS) == set(KernelPath)
-    assert set(ARGUMENT_STRUCTS.values()) == set(args.ARGUMENT_STRUCTS)
+    # Sampling is no part of attention.
+    assert {*ARGUMENT_STRUCTS.values(), args.SampleArgs} == set(args.ARGUMENT_STRUCTS)
 
 
 class Prepared:

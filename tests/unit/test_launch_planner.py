@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import ABI_VERSION
-from paged_trt.plugins.launch.kernels_decode import split_partitions, split_workspace_bytes
-from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.plans import AttentionPlan, Direct, PlanSource, SplitKv
+from paged_trt.plugins.launch.kernels_decode import decode_candidates
+from paged_trt.plugins.launch.planner import PolicyPlanner, _reason
+from paged_trt.plugins.launch.plans import (
+    AttentionPlan,
+    Balanced,
+    Cluster,
+    Counter,
+    Direct,
+    PlanSource,
+    SplitKv,
+    parse_attention_plan,
+)
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.workspace import plan_workspace_bytes, split_partitions
 from paged_trt.plugins.operands import StepShape
 
 PAGE = 128
@@ -30,9 +40,10 @@ def make_request(
     value_dim: int = 128,
     window: int = -1,
     units: int | None = 132,
+    arch: str = "sm_90",
 ) -> AttentionPlanRequest:
     return AttentionPlanRequest(
-        arch="sm_90",
+        arch=arch,
         attention=AttentionSpec(
             num_q_heads=kv_heads * group,
             num_kv_heads=kv_heads,
@@ -58,6 +69,7 @@ def requests(draw: st.DrawFn) -> AttentionPlanRequest:
         value_dim=draw(st.sampled_from([16, 128, 192, 256])),
         window=draw(st.one_of(st.just(-1), st.integers(1, 200_000))),
         units=draw(st.one_of(st.none(), st.integers(1, 400))),
+        arch=draw(st.sampled_from(["sm_80", "sm_90", "sm_120"])),
     )
 
 
@@ -67,16 +79,14 @@ def explicit_plans() -> st.SearchStrategy[AttentionPlan | None]:
         partition_tokens=st.integers(1, 64).map(lambda pages: pages * PAGE),
         threshold_tokens=st.integers(0, 5000),
     )
-    return st.one_of(st.none(), st.just(Direct()), splits)
-
-
-def workspace(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
-    if isinstance(plan, Direct):
-        return 0
-    partitions = split_partitions(
-        plan, table_width=request.step.table_width, window=request.attention.window
+    return st.one_of(
+        st.none(),
+        st.just(Direct()),
+        st.just(Balanced()),
+        st.builds(Cluster, blocks=st.sampled_from([2, 4, 8])),
+        st.builds(Counter, blocks=st.integers(2, 64)),
+        splits,
     )
-    return split_workspace_bytes(request.step, request.attention, partitions)
 
 
 @given(requests(), explicit_plans(), st.integers(0, 200), st.integers(0, 500))
@@ -97,13 +107,13 @@ def test_no_step_passes_the_bound(
         ),
     )
     plan = planner.plan(request).plan
-    assert workspace(plan, request) <= planner.workspace_bytes(largest)
+    assert plan_workspace_bytes(plan, request) <= planner.workspace_bytes(largest)
 
 
 @given(requests())
-def test_partitions_cover_the_table(request: AttentionPlanRequest) -> None:
+def test_a_heuristic_split_covers_the_table(request: AttentionPlanRequest) -> None:
     plan = HEURISTIC.plan(request).plan
-    if isinstance(plan, Direct):
+    if not isinstance(plan, SplitKv):
         return
     assert plan.partition_tokens % PAGE == 0
     tokens = request.step.table_width * PAGE
@@ -112,6 +122,32 @@ def test_partitions_cover_the_table(request: AttentionPlanRequest) -> None:
         assert partitions * plan.partition_tokens >= tokens
         assert (partitions - 1) * plan.partition_tokens < tokens
         assert partitions > 1
+
+
+@given(requests())
+def test_clusters_are_planned_for_sm_90_only(request: AttentionPlanRequest) -> None:
+    plans = (HEURISTIC.plan(request).plan, *decode_candidates(request))
+    assert request.arch == "sm_90" or not any(isinstance(plan, Cluster) for plan in plans)
+
+
+@given(requests())
+def test_candidates_are_few_and_differ(request: AttentionPlanRequest) -> None:
+    candidates = decode_candidates(request)
+    assert Direct() in candidates
+    assert len(set(candidates)) == len(candidates) <= 16
+
+
+@given(requests())
+def test_the_reason_names_the_shapes(request: AttentionPlanRequest) -> None:
+    reason = _reason(request)
+    units = min(request.num_multiprocessors or 132, 256)
+    assert f"{units} multiprocessors" in reason
+    assert "blocks of heads" in reason
+
+
+@given(explicit_plans())
+def test_a_plan_is_read_back_from_its_text(plan: AttentionPlan | None) -> None:
+    assert parse_attention_plan("auto" if plan is None else str(plan)) == plan
 
 
 @given(requests())
@@ -126,26 +162,33 @@ def test_an_explicit_plan_is_followed(request: AttentionPlanRequest, plan: Atten
     assert (planned.plan, planned.source) == (plan, PlanSource.EXPLICIT)
 
 
-@pytest.mark.parametrize(
-    ("num_seqs", "tokens", "partitions"),
-    [
-        (1, 1024, 8),  # every page on its own: 64 blocks
-        (1, 4096, 16),
-        (1, 16384, 16),
-        (8, 4096, 2),
-        (32, 4096, None),  # 256 blocks fill the device
-        (1, 512, None),  # read before a merge kernel starts
-    ],
-)
-def test_measured_shapes(num_seqs: int, tokens: int, partitions: int | None) -> None:
-    request = make_request(num_seqs, tokens // PAGE)
-    plan = HEURISTIC.plan(request).plan
-    if partitions is None:
-        assert plan == Direct()
-    else:
-        assert isinstance(plan, SplitKv)
-        found = split_partitions(plan, table_width=request.step.table_width, window=-1)
-        assert found == partitions
+MEASURED = [
+    # sequences, tokens, key heads; on sm_90, elsewhere
+    (1, 1024, 8, "cluster:8", "counter:8"),
+    (1, 4096, 8, "counter:16", "counter:16"),
+    (1, 16384, 8, "counter:16", "counter:16"),
+    (1, 1024, 32, "cluster:2", "counter:4"),
+    (8, 1024, 8, "cluster:2", "counter:2"),
+    (8, 4096, 8, "cluster:2", "counter:2"),
+    (32, 1024, 8, "direct", "direct"),  # 256 blocks fill the device
+    (32, 4096, 8, "balanced", "balanced"),
+    (1, 512, 8, "cluster:8", "direct"),  # read before blocks merge through memory
+    (1, 131072, 1, "split:1024:1024", "split:1024:1024"),
+]
+
+
+@pytest.mark.parametrize(("num_seqs", "tokens", "kv_heads", "on_sm_90", "elsewhere"), MEASURED)
+def test_measured_shapes(
+    num_seqs: int, tokens: int, kv_heads: int, on_sm_90: str, elsewhere: str
+) -> None:
+    found = [
+        str(HEURISTIC.plan(request).plan)
+        for request in (
+            make_request(num_seqs, tokens // PAGE, kv_heads=kv_heads, arch=arch)
+            for arch in ("sm_90", "sm_80")
+        )
+    ]
+    assert found == [on_sm_90, elsewhere]
 
 
 def test_plans_that_exist_hold_the_workspace_of_this_version() -> None:
@@ -157,11 +200,11 @@ def test_plans_that_exist_hold_the_workspace_of_this_version() -> None:
         for num_seqs, width in ((1, 8), (4, 64), (256, 1024))
     ]
     assert (ABI_VERSION, found) == (
-        1,
-        [132_096, 1_585_152, 1_585_152, 66_048, 2_113_536, 2_164_260_864],
+        2,
+        [132_128, 3_170_432, 3_178_496, 66_048, 2_113_536, 2_164_260_864],
     )
 
 
 def test_the_bound_of_a_large_engine_is_small() -> None:
-    assert HEURISTIC.workspace_bytes(make_request(256, 1024, group=8)) < 4 << 20
+    assert HEURISTIC.workspace_bytes(make_request(256, 1024, group=8)) < 8 << 20
     assert HEURISTIC.workspace_bytes(make_request(1, 4)) == 0

@@ -34,7 +34,7 @@ def test_rows_start_unused_and_are_replaced_whole(table: PageTable) -> None:
         ({1: [3], 2: [4]}, "slot 2 is outside the table of 2 rows"),
         ({1: [3], 0: [1, 2, 3, 4]}, "4 pages do not fit the row of slot 0, which has 3"),
         ({1: [3], 0: [8]}, "page id 8 of slot 0 is outside the pool of 8 pages"),
-        ({1: [3], 0: [-1]}, "page id -1 of slot 0 is outside the pool of 8 pages"),
+        ({1: [3], 0: [4, -1]}, "page id -1 of slot 0 is outside the pool of 8 pages"),
         ({1: [3], 0: [True]}, "page id True of slot 0"),
         ({1: [3], 0: [4, 4]}, "page 4 is twice in the row of slot 0"),
         ({1: [3], 0: [3]}, "page 3 of slot 1 is in 2 rows"),
@@ -56,6 +56,14 @@ def test_shared_pages_may_be_in_several_rows(table: PageTable) -> None:
     table.commit({0: [6, 1], 1: [6, 2]}, shared={6})
     table.clear(0)
     table.commit({1: [6, 2, 3]})
+
+
+def test_the_first_entries_of_a_row_may_be_unused(table: PageTable) -> None:
+    table.commit({0: [-1, -1, 4], 1: [-1, 2]})
+    assert gathered(table, [0, 1], 3) == [[-1, -1, 4], [-1, 2, -1]]
+    table.check_row(0, 384, first_page=2)
+    with pytest.raises(KvPoolError, match=r"row 0, column 1 .* id -1, outside the pool of 8"):
+        table.check_row(0, 384, first_page=1)
 
 
 def test_rows_may_swap_pages_in_one_commit(table: PageTable) -> None:

@@ -80,7 +80,7 @@ def test_the_free_order_is_a_permutation(order: list[int]) -> None:
 @pytest.mark.parametrize("damage", ["lost", "twice", "free and used"])
 def test_check_sees_a_broken_free_list(registry: PageRegistry, damage: str) -> None:
     registry.allocate(1)
-    free = registry._free
+    free = registry._empty
     if damage == "lost":
         free.popleft()
     else:

@@ -14,7 +14,7 @@ from paged_trt.plugins import errors
 from paged_trt.plugins.attention import AttentionSpec, Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, ManifestError, PagedTrtError, SpecMismatchError
-from paged_trt.plugins.fields import OperatorSpec
+from paged_trt.plugins.fields import ABI_VERSION, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.manifest import (
     BuildRecord,
@@ -133,7 +133,7 @@ def _manifest(files: dict[str, Any]) -> EngineManifest:
         flavor="tensorrt_rtx",
         tensorrt_version="1.7.1.116",
         route="plugin",
-        abi_version=1,
+        abi_version=ABI_VERSION,
         kernel_source_sha256="0" * 64,
         compute_capabilities=("sm80 and newer",),
         attention_plan=None,
@@ -150,7 +150,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     assert read_manifest(tmp_path) == manifest
     check_files(tmp_path, manifest)
-    assert network_name(SPEC).startswith("paged-trt/1 pages=14 sha256=")
+    assert network_name(SPEC).startswith("paged-trt/2 pages=14 sha256=")
     assert json.loads(manifest.to_json())["pool"]["num_pages"] == 14
 
 
@@ -162,8 +162,8 @@ TAMPERINGS: list[tuple[str, Callable[[dict[str, Any]], object], type[PagedTrtErr
     ("tensor", lambda d: d["tensors"][5]["dims"].__setitem__(0, 15), SpecMismatchError),
     ("lost tensor", lambda d: d["tensors"].pop(), SpecMismatchError),
     ("hash", lambda d: d.update(geometry_sha256="1" * 64), SpecMismatchError),
-    ("abi", lambda d: d["build"].update(abi_version=2), SpecMismatchError),
-    ("schema", lambda d: d.update(schema_version=2), ManifestError),
+    ("abi", lambda d: d["build"].update(abi_version=ABI_VERSION + 1), SpecMismatchError),
+    ("schema", lambda d: d.update(schema_version=1), ManifestError),
     ("bool count", lambda d: d["pool"].update(num_pages=True), ManifestError),
     ("float count", lambda d: d["pool"].update(num_pages=14.0), ManifestError),
     ("under the minimum", lambda d: d["spec"]["pool"].update(num_pages=3), ManifestError),

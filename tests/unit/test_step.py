@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from session.paged_toy import make_spec
 
-from paged_trt.plugins.errors import ExecutionError, KvPoolError, SequenceError
+from paged_trt.plugins.errors import ConfigError, ExecutionError, KvPoolError, SequenceError
 from paged_trt.runtime.page_table import PageTable
 from paged_trt.runtime.sampler import greedy
-from paged_trt.runtime.scheduler import Segment, StepPlan, plan_step
+from paged_trt.runtime.scheduler import Scheduler, Segment, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
 
@@ -19,16 +19,23 @@ SPEC = make_spec(max_batch_size=6, max_num_tokens=32)
 
 
 def live(slot: int, length: int, *, past: int = 0, chunk: int | None = None) -> LiveSequence:
-    return LiveSequence(
+    sequence = LiveSequence(
         sequence_id=slot,
         prompt=np.arange(length, dtype=np.int64) % 50,
-        max_new_tokens=9,
+        max_new_tokens=max(9, past - length + 2),
         prefill_chunk=chunk,
-        keep_logits=False,
-        slot=slot,
-        past_len=past,
-        new_tokens=[77] if past >= length else [],
     )
+    sequence.slot, sequence.past_len = slot, past
+    while past >= sequence.num_tokens:
+        sequence.take(77)
+    return sequence
+
+
+def plan_step(
+    sequences: list[LiveSequence], *, max_num_tokens: int, mixes: bool = True
+) -> StepPlan | None:
+    policy = StepPolicy(mixes=mixes)
+    return Scheduler(max_num_tokens=max_num_tokens, policy=policy).plan(sequences)
 
 
 def counts(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
@@ -36,12 +43,44 @@ def counts(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     return [(each.sequence.slot, each.num_tokens, each.samples) for each in plan.segments]
 
 
-def test_prompts_share_the_budget_in_slot_order() -> None:
+def test_decode_rows_come_first_and_prompts_share_the_rest_by_age() -> None:
     sequences = [live(0, 5, past=5), live(1, 20), live(2, 3, past=2), live(3, 40), live(4, 1)]
     plan = plan_step(sequences, max_num_tokens=32)
-    assert counts(plan) == [(1, 20, True), (2, 1, True), (3, 11, False)]
+    assert counts(plan) == [(0, 1, True), (1, 20, True), (2, 1, True), (3, 10, False)]
     assert plan is not None
     assert plan.is_prefill
+    assert plan.is_mixed
+
+
+def test_slots_do_not_tell_the_age() -> None:
+    old, young = live(1, 40), live(0, 40)
+    young.sequence_id = 7
+    assert counts(plan_step([young, old], max_num_tokens=50)) == [(0, 10, False), (1, 40, True)]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_prefill_and_decode_take_turns_where_they_cannot_share(mixes: bool) -> None:
+    budget = 2 if mixes else 32
+    scheduler = Scheduler(max_num_tokens=budget, policy=StepPolicy(mixes=mixes))
+    sequences = [live(0, 5, past=5), live(1, 6, past=9), live(2, 400)]
+    kinds = []
+    for _ in range(6):
+        plan = scheduler.plan(sequences)
+        assert plan is not None
+        assert not plan.is_mixed
+        kinds.append(plan.is_prefill)
+        scheduler.note(plan)
+        for segment in plan.segments:
+            segment.sequence.past_len = segment.end
+            if segment.samples:
+                segment.sequence.take(1)
+    assert kinds == [True, False] * 3
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, 1.0])
+def test_a_policy_is_checked(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="`step_tokens` must be an int from 1"):
+        StepPolicy(step_tokens=tokens)
 
 
 def test_a_chunk_bounds_one_sequence() -> None:
@@ -133,7 +172,7 @@ def test_the_table_is_copied_again_only_when_a_row_of_the_step_changed(
     assert builder.build(plan, table).page_table.tolist() == [[3], [8]]
     table.commit({5: [9]})
     builder.build(plan, table)
-    assert copies == [(0, 1)] * 2
+    assert copies == [(0, 1), (1,)]
 
 
 def test_an_interrupted_copy_of_the_table_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:

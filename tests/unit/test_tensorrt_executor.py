@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -12,15 +13,21 @@ import numpy as np
 import pytest
 from fake_driver import FakeDriver
 from fake_engine import FakeEngine, read_memory
-from session.paged_toy import make_scales, make_spec, open_toy, prompt_of
+from session.paged_toy import VOCAB, make_scales, make_spec, open_toy, prompt_of
 
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, KernelError, ManifestError
+from paged_trt.plugins.errors import (
+    ExecutionError,
+    KernelError,
+    ManifestError,
+    UnsupportedError,
+)
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
 from paged_trt.runtime.bindings import StepBuffers
+from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.pool import DeviceArena, layer_pools
 from paged_trt.runtime.session import Session
@@ -99,6 +106,43 @@ def test_a_steady_decode_step_costs_two_copies_and_one_graph(
     assert after.table_copies == before.table_copies
     assert after.allocations == before.allocations
     assert after.input_copies == after.output_copies == after.steps
+
+
+def test_a_greedy_engine_sends_back_ids_only(
+    open_fake: Open, driver: FakeDriver, tmp_path: Path
+) -> None:
+    spec = make_spec(greedy_in_engine=True)
+    (tmp_path / "reference").mkdir()
+    with Session(open_toy(spec, tmp_path / "reference")) as session:
+        expected = session.generate(PROMPTS, 8, keep_logits=True)
+    executor, _ = open_fake(spec)
+    with Session(executor) as session:
+        driver.copied.clear()
+        found = session.generate(PROMPTS, 8)
+        # Eight steps of three sequences, and neither a logit nor a second copy of any step.
+        assert driver.copied["cuMemcpyDtoHAsync"] == [8 * 3] * 8
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        driver.copied.clear()
+        kept = session.generate(PROMPTS, 8, keep_logits=True)
+        assert driver.copied["cuMemcpyDtoHAsync"] == [2 * VOCAB * 3] * 8
+    for mine, theirs in zip(kept, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        np.testing.assert_array_equal(mine.logits, theirs.logits)
+    assert executor.stats().graph_fallbacks == 0
+
+
+def test_next_tokens_of_an_engine_without_them(open_fake: Open) -> None:
+    executor, _ = open_fake()
+    inputs = StepInputs(
+        input_ids=np.arange(3),
+        position_ids=np.arange(3),
+        page_table=np.zeros((1, 1), np.int32),
+        query_start_offsets=np.asarray([0, 3], np.int32),
+        past_lens=np.zeros(1, np.int32),
+    )
+    with pytest.raises(UnsupportedError, match="rebuild it with `paged-trt build --greedy-in-eng"):
+        executor.step_tokens(inputs)
+    assert executor.step(inputs).shape == (1, VOCAB)
 
 
 def test_the_table_travels_when_a_page_is_added(open_fake: Open) -> None:
@@ -333,6 +377,83 @@ def test_pools_are_zero_and_values_follow_keys(open_fake: Open, driver: FakeDriv
     executor.close()
 
 
+def test_the_host_works_while_the_device_runs_a_step(open_fake: Open, driver: FakeDriver) -> None:
+    executor, engine = open_fake()
+    core = EngineCore(executor)
+    session = Session(core)
+    session.add(PROMPTS[0], 6)
+    seen: list[tuple[int, int]] = []
+
+    def work() -> None:
+        seen.append((engine.contexts[0].executions, driver.calls["cuStreamSynchronize"]))
+
+    before = driver.calls["cuStreamSynchronize"]
+    core.step(meanwhile=work)
+    # The step was handed over, and nobody has waited for it.
+    assert seen == [(1, before)]
+    assert driver.calls["cuStreamSynchronize"] == before + 1
+    core.step()
+    assert len(seen) == 1
+    engine.failing = 1
+    core.step(meanwhile=work)
+    core.step(meanwhile=work)
+    session.close()
+    core.close()
+
+
+def test_only_the_rows_of_the_table_that_changed_travel(
+    driver: FakeDriver,
+) -> None:
+    buffers = StepBuffers(DeviceArena(Device(driver=driver)), make_spec(max_batch_size=6))
+    stream = Stream(driver)
+    table = np.arange(18, dtype=np.int32).reshape(6, 3)
+    inputs = StepInputs(
+        input_ids=np.zeros(6, np.int64),
+        position_ids=np.zeros(6, np.int64),
+        page_table=table,
+        query_start_offsets=np.arange(7, dtype=np.int32),
+        past_lens=np.zeros(6, np.int32),
+    )
+    address, dims = buffers.bindings(StepShape(num_tokens=6, num_seqs=6, table_width=3))[
+        "page_table"
+    ]
+    assert dims is not None
+    sent = []
+    for rows in ((), (), (2,), (1, 4), (0, 5)):
+        table[list(rows)] += 1
+        driver.copied.clear()
+        buffers.upload(inputs, stream)
+        sent.append([int(size) // 12 for size in driver.copied["cuMemcpyHtoDAsync"][1:]])
+        np.testing.assert_array_equal(read_memory(address, dims, np.dtype(np.int32)), table)
+    # Nothing, or one copy from the first row that changed to the last one.
+    assert sent == [[6], [], [1], [4], [6]]
+
+
+@pytest.mark.parametrize("kv", [DType.FLOAT16, DType.INT8], ids=lambda kv: kv.value)
+def test_pages_are_copied_and_poisoned_in_every_layer(open_fake: Open, kv: DType) -> None:
+    spec = make_spec(kv=kv)
+    executor, engine = open_fake(spec)
+    addresses = engine.contexts[0].addresses
+    kind = np.dtype(spec.kv_cache_dtype.numpy)
+    shapes = {pool.name: tuple(int(dim) for dim in pool.dims) for pool in spec.pools()}
+    rng = np.random.default_rng(0)
+    before = {}
+    for name, shape in shapes.items():
+        before[name] = rng.integers(0, 100, shape).astype(kind)
+        ctypes.memmove(addresses[name], before[name].ctypes.data, before[name].nbytes)
+    executor.copy_pages([(3, 5), (0, 10)])
+    executor.poison_pages([2, 7])
+    for name, shape in shapes.items():
+        expected = before[name].copy()
+        expected[[5, 10]] = expected[[3, 0]]
+        expected.view(np.uint8)[[2, 7]] = 0xFF
+        found = read_memory(addresses[name], shape, kind)
+        assert found.tobytes() == expected.tobytes()
+    executor.close()
+    with pytest.raises(ExecutionError, match="the TensorRT executor is closed"):
+        executor.copy_pages([(0, 1)])
+
+
 @pytest.mark.parametrize("tokens", [3, 33, 40])
 def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriver) -> None:
     spec = dataclasses.replace(make_spec(), reads_position_ids=True)
@@ -357,3 +478,29 @@ def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriv
             found = read_memory(address, dims, array.dtype)
             assert np.array_equal(found.reshape(array.shape), array), name
     assert bindings["position_ids"][1] == bindings["input_ids"][1] == (1, tokens)
+
+
+def test_a_warm_executor_makes_nothing_more_in_its_steps(open_fake: Open) -> None:
+    kept: list[int] = []
+    executor, _ = open_fake(keep_compiled=lambda: kept.append(executor.stats().contexts))
+    executor.warm_up()
+    warm = executor.stats()
+    assert warm.graph_captures == warm.contexts - 1 > 3
+    # After each context, and not before its first step: then there is something to keep.
+    assert kept == list(range(1, warm.contexts + 1))
+    with Session(executor) as session:
+        session.generate(PROMPTS, 8)
+        stats = executor.stats()
+    assert stats.graph_replays > 3
+    assert (stats.contexts, stats.graph_captures) == (warm.contexts, warm.graph_captures)
+    assert len(kept) == warm.contexts
+
+
+def test_a_warm_up_changes_no_token(open_fake: Open) -> None:
+    executor, _ = open_fake()
+    with Session(executor) as session:
+        expected = session.generate(PROMPTS, 8)
+    warm, _ = open_fake()
+    warm.warm_up()
+    with Session(warm) as session:
+        assert session.generate(PROMPTS, 8) == expected

@@ -150,7 +150,7 @@ def test_a_chat_is_rendered(folder: Path, where: str) -> None:
         template = TEMPLATE if where == "config" else named
         write(folder, "tokenizer_config.json", chat_template=template)
     tokenizer = Tokenizer(folder)
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template is not None
     prompt = tokenizer.chat_prompt([{"role": "user", "content": "hi"}])
     assert prompt == "<user>hi</s><assistant>"
     assert tokenizer.encode(prompt, add_special_tokens=False).count(257) == 1
@@ -158,7 +158,7 @@ def test_a_chat_is_rendered(folder: Path, where: str) -> None:
 
 def test_no_chat_template_is_a_named_error(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(ConfigError, match="has no chat template; pass a plain prompt"):
         tokenizer.chat_prompt([])
 

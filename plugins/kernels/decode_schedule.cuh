@@ -1,0 +1,142 @@
+// A device-side schedule: the keys of a ragged batch, cut into equal runs, one for each block.
+//
+// Every block derives its own run from the lengths, so there is no kernel ahead, no copy to the
+// host and nothing that a captured graph would freeze. A run may cover the end of one (sequence,
+// block of heads), several whole ones and the start of another.
+#pragma once
+
+#include "partitions.cuh"
+#include "softmax_math.cuh"
+
+namespace paged_trt {
+
+// Runs are cut between chunks of this many tokens; a step of a warp never crosses one.
+constexpr int kChunkTokens = 64;
+// What a piece costs besides its chunks, in chunks: its first loads and its merge.
+constexpr int kPieceCost = 2;
+
+// Part of the keys of one (sequence, block of heads), all of them where it has no neighbours.
+struct Piece {
+  int32_t sequence, column;  // column: kv head * blocks of heads + block of heads
+  KeyRange keys;
+  int32_t first_block, num_blocks, index;  // the blocks that share them, and which one this is
+  int32_t exists;
+};
+
+// One warp makes the pieces, one ahead of what the block needs; all of it is in shared memory, so
+// that it takes no registers from the keys in flight.
+template <class Args>
+class Schedule {
+ public:
+  // `columns` is the number of blocks of heads of a sequence. The first warp calls it.
+  __device__ __forceinline__ void begin(const Args& args, int32_t columns) {
+    const int64_t total = static_cast<int64_t>(sum_of_costs(args)) * columns;
+    const int64_t per_block = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(1));
+    const int64_t unit = min(per_block * blockIdx.x, total);
+    if (threadIdx.x == 0) {
+      columns_ = columns, per_block_ = per_block;
+      unit_ = unit, end_ = min(unit + per_block, total);
+    }
+    if (unit < total) seek(args, columns, unit);
+    if (threadIdx.x == 0) {
+      make(args, 0);
+      make(args, 1);
+    }
+  }
+
+  // Piece number `index` of this block, as long as number index + 3 is not made.
+  __device__ __forceinline__ const Piece& piece(int32_t index) const { return pieces_[index % 3]; }
+
+  // Makes piece number `index`, in order. One thread calls it.
+  __device__ __forceinline__ void make(const Args& args, int32_t index) {
+    Piece& piece = pieces_[index % 3];
+    piece.exists = 0;
+    while (unit_ < end_ && piece.exists == 0) {
+      const int32_t count =
+          static_cast<int32_t>(min(static_cast<int64_t>(cost_ - offset_), end_ - unit_));
+      // The first units of a column are its cost, not its chunks.
+      const int32_t from = max(offset_ - kPieceCost, 0), to = max(offset_ + count - kPieceCost, 0);
+      if (from < to) describe(args, piece, from, to);
+      unit_ += count;
+      if (unit_ < end_) advance(args);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ KeyRange keys_of(const Args& args, int32_t sequence) {
+    return visible_keys(args.past_lens[sequence], args.window, args.table_width);
+  }
+
+  __device__ __forceinline__ void describe(const Args& args, Piece& piece, int32_t from,
+                                           int32_t to) const {
+    const KeyRange all = keys_of(args, sequence_);
+    const int32_t start = all.first & -kChunkTokens;
+    piece = {sequence_, column_,
+             {max(all.first, start + from * kChunkTokens), min(all.end, start + to * kChunkTokens)},
+             0, 1, 0, 1};
+    if (to - from == cost_ - kPieceCost) return;
+    const int64_t column_start = unit_ - offset_;
+    piece.first_block = static_cast<int32_t>((column_start + kPieceCost) / per_block_);
+    piece.num_blocks =
+        static_cast<int32_t>((column_start + cost_ - 1) / per_block_) - piece.first_block + 1;
+    piece.index = static_cast<int32_t>(blockIdx.x) - piece.first_block;
+  }
+
+  // At least one chunk, so that a sequence that sees no key has somebody to say so; 0 for padding.
+  static __device__ __forceinline__ int32_t cost_of(const Args& args, int32_t sequence) {
+    if (sequence >= args.num_seqs || args.query_start_offsets[sequence + 1] <= sequence) return 0;
+    const KeyRange keys = keys_of(args, sequence);
+    const int32_t start = keys.first & -kChunkTokens;
+    return max((keys.end - start + kChunkTokens - 1) / kChunkTokens, 1) + kPieceCost;
+  }
+
+  static __device__ __forceinline__ int32_t sum_of_costs(const Args& args) {
+    uint32_t sum = 0;
+    for (int32_t n = threadIdx.x & 31; n < args.num_seqs; n += 32) sum += cost_of(args, n);
+    return static_cast<int32_t>(__reduce_add_sync(kAllLanes, sum));
+  }
+
+  // The sequence, column and offset of a unit.
+  __device__ __forceinline__ void seek(const Args& args, int32_t columns, int64_t unit) {
+    int64_t before = 0;  // units of the sequences before
+    for (int32_t n = 0;; n += 32) {
+      const int lane = threadIdx.x & 31;
+      const int32_t own = cost_of(args, n + lane);
+      int32_t through = own;  // costs of this and the lanes before
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, through, d);
+        if (lane >= d) through += other;
+      }
+      const bool reaches = before + static_cast<int64_t>(through) * columns > unit;
+      const uint32_t found = __ballot_sync(kAllLanes, reaches);
+      if (found != 0) {
+        const int first = __ffs(found) - 1;
+        const int32_t cost = __shfl_sync(kAllLanes, own, first);
+        const int32_t costs_before = __shfl_sync(kAllLanes, through, first) - cost;
+        const auto rest =
+            static_cast<uint32_t>(unit - (before + static_cast<int64_t>(costs_before) * columns));
+        if (lane == 0) sequence_ = n + first, cost_ = cost, column_ = rest / cost, offset_ = rest % cost;
+        return;
+      }
+      before += static_cast<int64_t>(__shfl_sync(kAllLanes, through, 31)) * columns;
+    }
+  }
+
+  // To the next block of heads; there is one, because units are left.
+  __device__ __forceinline__ void advance(const Args& args) {
+    offset_ = 0;
+    if (++column_ < columns_) return;
+    column_ = 0;
+    do {
+      cost_ = cost_of(args, ++sequence_);
+    } while (cost_ == 0);
+  }
+
+  Piece pieces_[3];
+  int32_t columns_;
+  int64_t per_block_, unit_, end_;  // units: of cost, over blocks of heads in order
+  int32_t sequence_, column_, offset_, cost_;
+};
+
+}  // namespace paged_trt

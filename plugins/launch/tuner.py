@@ -1,0 +1,121 @@
+"""Which plan is the fastest: pure but for the times, which are handed in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from paged_trt.plugins.errors import ConfigError, PagedTrtError
+from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets
+from paged_trt.plugins.launch.planner import candidates
+from paged_trt.plugins.launch.plans import AttentionPlan
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.tuned import RequestKey, TunedPlan
+from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.tensors import EngineSpec
+
+NOISE: Final = 0.02
+"""A plan replaces the heuristic's only where it is faster by more than this part of its time:
+two runs of one kernel differ by as much."""
+
+TimePlan = Callable[[AttentionPlanRequest, AttentionPlan], float]
+"""Median microseconds of a step under a plan; a PagedTrtError leaves the plan out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What timing one request gave.
+
+    Attributes:
+        request: what was timed.
+        chosen: the plan to use.
+        heuristic: what the heuristic takes.
+        microseconds: time of each plan, in the order of `candidates`.
+        failures: message of each plan that could not be timed.
+    """
+
+    request: AttentionPlanRequest
+    chosen: AttentionPlan
+    heuristic: AttentionPlan
+    microseconds: dict[AttentionPlan, float]
+    failures: dict[AttentionPlan, str]
+
+    @property
+    def speedup(self) -> float:
+        """Time of the heuristic's plan over that of the chosen one."""
+        return self.microseconds[self.heuristic] / self.microseconds[self.chosen]
+
+    def record(self) -> TunedPlan:
+        """The line of the cache file."""
+        return TunedPlan(
+            request=RequestKey.of(self.request),
+            plan_text=str(self.chosen),
+            microseconds=self.microseconds[self.chosen],
+            heuristic_text=str(self.heuristic),
+            heuristic_microseconds=self.microseconds[self.heuristic],
+        )
+
+
+def tune_request(request: AttentionPlanRequest, time_plan: TimePlan) -> Tuning:
+    """Time every candidate of a request and choose.
+
+    Raises:
+        PagedTrtError: the heuristic's own plan could not be timed.
+    """
+    heuristic, *others = candidates(request)
+    times = {heuristic: time_plan(request, heuristic)}
+    failures: dict[AttentionPlan, str] = {}
+    for plan in others:
+        try:
+            times[plan] = time_plan(request, plan)
+        except PagedTrtError as error:
+            failures[plan] = str(error)
+    best = min(times, key=times.__getitem__)
+    is_faster = times[best] < times[heuristic] * (1 - NOISE)
+    return Tuning(
+        request=request,
+        chosen=best if is_faster else heuristic,
+        heuristic=heuristic,
+        microseconds=times,
+        failures=failures,
+    )
+
+
+def engine_requests(
+    spec: EngineSpec, *, arch: str | None, num_multiprocessors: int | None
+) -> Iterator[AttentionPlanRequest]:
+    """Every decode step that an engine may run: its different layers x N and M buckets.
+
+    Args:
+        spec: the engine.
+        arch: of the device; None where it is not here.
+        num_multiprocessors: likewise.
+    """
+    for attention in dict.fromkeys(spec.layers):
+        for num_seqs in power_of_two_buckets(spec.pool.max_batch_size):
+            for width in table_width_buckets(spec.pool):
+                yield AttentionPlanRequest(
+                    arch=arch,
+                    attention=attention,
+                    activation_dtype=spec.activation_dtype,
+                    kv_cache_dtype=spec.kv_cache_dtype,
+                    step=StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=width),
+                    num_multiprocessors=num_multiprocessors,
+                )
+
+
+def step_lengths(num_seqs: int, max_tokens: int) -> list[int]:
+    """Keys of each sequence of a timed decode step of N sequences and at most M * 128 keys.
+
+    A step comes to a bucket when its longest sequence has over half of the bucket's keys; the
+    lengths are spread evenly from there to the bucket's end, so that no plan wins by suiting
+    one length only.
+
+    Raises:
+        ConfigError: a count is not positive.
+    """
+    if num_seqs < 1 or max_tokens < 1:
+        raise ConfigError(f"a step needs sequences and keys, got {num_seqs} and {max_tokens}")
+    low = max_tokens // 2
+    return [low + (max_tokens - low) * (index + 1) // num_seqs for index in range(num_seqs)]

@@ -1,0 +1,341 @@
+"""Continuous batching over one executor, shared by the sessions of one engine."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_trt.plugins.errors import (
+    PagedTrtError,
+    SequenceError,
+    UnsupportedError,
+)
+from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
+from paged_trt.runtime.batch import Batch, PageCopies
+from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.planning import StepPlanner, named_error
+from paged_trt.runtime.requests import GREEDY, SamplingSpec
+from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
+from paged_trt.runtime.sampler import with_seed
+from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
+from paged_trt.runtime.sequences import FinishReason, LiveSequence
+from paged_trt.runtime.step_runner import Sampled, StepRunner
+from paged_trt.runtime.waiting import WaitingLine
+
+_LOG = logging.getLogger("paged_trt")
+_COUNTS: Final = (
+    "prefill_steps",
+    "mixed_steps",
+    "decode_steps",
+    "failed_steps",
+    "prompt_tokens",
+    "cached_tokens",
+    "new_tokens",
+    "preemptions",
+    "finished",
+    "failed",
+    "cancelled",
+)
+
+
+class EngineCore:
+    """Owns the sequences of one executor and their pages; every method may come from any thread.
+
+    A sequence waits, runs, and ends with tokens or an error; whatever ends it, its pages are
+    free at once. Waiting sequences are admitted in the order of their submission, when there is
+    a slot and pages for all tokens that they have so far. A running sequence that needs a page
+    when none is free takes those of the youngest one, which waits again, at the front, and is
+    run again from its tokens: nothing is lost. Only a sequence that finds too few pages with
+    the whole pool to itself ends with PagesExhausted.
+
+    Args:
+        executor: runs the model; `close` closes it. Nothing else may use it meanwhile.
+        page_order: order in which pages are first handed out, a permutation of all page
+            ids; ascending when left out. The results do not depend on it.
+        bucketed_shapes: pad N and M to the bucket lists; the executor's own wish when left
+            out. The results do not depend on it.
+        policy: how decode and prefill share the steps.
+        reuses_prefixes: let a prompt begin with pages that hold its first tokens already.
+        max_waiting: sequences that may wait at most; None for no limit.
+        poisons_freed: fill pages with NaN when their content is lost, to find a read of a page
+            that nobody owns; it costs time.
+
+    Raises:
+        KvPoolError: `page_order` is no permutation of the pool's pages.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        page_order: Sequence[int] | None = None,
+        bucketed_shapes: bool | None = None,
+        policy: StepPolicy | None = None,
+        reuses_prefixes: bool = True,
+        max_waiting: int | None = None,
+        poisons_freed: bool = False,
+    ) -> None:
+        spec = executor.spec
+        self.executor = executor
+        self.spec = spec
+        self.batch = Batch(
+            spec,
+            page_order=page_order,
+            reuses_prefixes=reuses_prefixes,
+            records_freed=poisons_freed,
+        )
+        self._runner = StepRunner(
+            executor,
+            self.batch,
+            bucketed_shapes=executor.bucketed_shapes
+            if bucketed_shapes is None
+            else bucketed_shapes,
+        )
+        self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
+        self._lock = threading.RLock()
+        self._waiting = WaitingLine(max_waiting)
+        self._ids = itertools.count()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._planner = StepPlanner(
+            self.batch,
+            self._waiting,
+            self._scheduler,
+            counts=self._counts,
+            fail=self._fail,
+            fail_step=self._fail_step,
+        )
+        self._is_closed = False
+
+    def submit(
+        self,
+        prompt: npt.NDArray[np.int64],
+        max_new_tokens: int,
+        *,
+        sampling: SamplingSpec = GREEDY,
+        stop_token_ids: frozenset[int] = frozenset(),
+        prefill_chunk: int | None = None,
+        keep_logits: bool = False,
+        adapter: str | None = None,
+        deliver: Callable[[StepResult], None],
+    ) -> LiveSequence:
+        """Queue a sequence; it never waits for a step that runs.
+
+        Args:
+            prompt: a prompt that `check_prompt` passed.
+            max_new_tokens: tokens to generate at most.
+            sampling: how its tokens are chosen.
+            stop_token_ids: tokens that end it.
+            prefill_chunk: most tokens of one prefill step.
+            keep_logits: results carry a copy of the logits.
+            adapter: None; no engine runs adapters yet.
+            deliver: takes its results in the thread that runs the step, and must not raise.
+
+        Raises:
+            SequenceError: the core is closed, or `prefill_chunk` is not positive.
+            QueueFullError: as many sequences wait as may wait.
+            UnsupportedError: an adapter is asked for, or the vocabulary is too large to draw.
+        """
+        self.require_open()
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise SequenceError(f"`prefill_chunk` must be 1 token or more, got {prefill_chunk}")
+        if adapter is not None:
+            raise UnsupportedError(f"this engine runs no adapters; leave out `{adapter}`")
+        if not sampling.is_plain and self.spec.vocab_size > MAX_SAMPLED_VOCAB:
+            raise UnsupportedError(
+                f"the sampler takes {MAX_SAMPLED_VOCAB} tokens and the vocabulary has "
+                f"{self.spec.vocab_size}; choose greedily, without logprobs"
+            )
+        sequence = LiveSequence(
+            sequence_id=next(self._ids),
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling if sampling.is_greedy else with_seed(sampling),
+            stop_token_ids=stop_token_ids,
+            prefill_chunk=prefill_chunk,
+            keep_logits=keep_logits,
+            adapter=adapter,
+            deliver=deliver,
+        )
+        self._waiting.put(sequence)
+        return sequence
+
+    def fork(
+        self,
+        source: LiveSequence,
+        *,
+        sampling: SamplingSpec | None = None,
+        deliver: Callable[[StepResult], None],
+    ) -> LiveSequence:
+        """A second sequence that goes on from where a running one is, on the same pages.
+
+        Args:
+            source: the running one.
+            sampling: how the new one chooses its tokens; as `source`, with another seed, when
+                left out.
+            deliver: as of `submit`.
+
+        Raises:
+            SequenceError: every slot is taken, or `source` waits, prefills or has ended.
+        """
+        with self._lock:
+            self.require_open()
+            fork = source.copy(next(self._ids), deliver)
+            fork.sampling = sampling or dataclasses.replace(source.sampling, seed=None)
+            if not fork.sampling.is_greedy:
+                fork.sampling = with_seed(fork.sampling)
+            self.batch.fork(source, fork)
+            return fork
+
+    def cancel(self, sequences: Iterable[LiveSequence]) -> None:
+        """Drop sequences and free their pages; nothing to do for those that have ended.
+
+        Nothing is delivered. A step that runs ends first.
+        """
+        self._waiting.drop(sequences)
+        with self._lock:
+            self._take_orders()
+
+    def step(self, *, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Run one step and deliver its results; False where no sequence is left to run.
+
+        A step that fails ends the sequences that it ran, each with an error; nothing is raised
+        for it.
+
+        Args:
+            meanwhile: work of the host that is done while the device runs the step, where there
+                is a device and a step; it must not raise.
+
+        Raises:
+            SequenceError: the core is closed.
+            BaseException: what is no Exception, such as KeyboardInterrupt, after the sequences
+                of the step were ended.
+        """
+        with self._lock:
+            self.require_open()
+            self._take_orders()
+            found = self._planner.next()
+            if found is None:
+                return bool(self._waiting)
+            if meanwhile is not None:
+                self.executor.during_next_step(meanwhile)
+            self._run(*found)
+            return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence runs or waits."""
+        return len(self.batch) > 0 or len(self._waiting) > 0
+
+    def stats(self) -> SessionStats:
+        """Pages, sequences and counts; it does not wait for a step that runs."""
+        registry, counts = self.batch.registry, self._counts
+        waiting = len(self._waiting)
+        return SessionStats(
+            pages_in_use=registry.num_used,
+            pages_free=registry.num_free,
+            pages_retained=registry.num_retained,
+            pages_evicted=registry.num_evicted,
+            sequences=waiting + len(self.batch),
+            waiting=waiting,
+            **{name: counts[name] for name in _COUNTS},
+        )
+
+    def close(self) -> None:
+        """End all sequences with an error and close the executor; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._take_orders()
+            error = SequenceError("the engine was closed before the sequence ended")
+            for sequence in (*self.batch, *self._waiting):
+                self._fail(sequence, error)
+            self.executor.close()
+
+    def require_open(self) -> None:
+        """Raise where the core is closed.
+
+        Raises:
+            SequenceError: it is.
+        """
+        if self._is_closed:
+            raise SequenceError("the session is closed; make another one")
+
+    def _take_orders(self) -> None:
+        """Queue what was submitted, and drop what was cancelled."""
+        for sequence in self._waiting.take_orders():
+            waited = self._waiting.remove(sequence)
+            self._counts["cancelled"] += waited or sequence.slot >= 0
+            self.batch.drop(sequence)
+
+    def _run(self, plan: StepPlan, copies: PageCopies) -> None:
+        try:
+            sampled = self._runner.run(plan, copies)
+        except BaseException as error:
+            self._fail_step(plan, error)
+            return
+        self._scheduler.note(plan)
+        self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
+        self._counts["mixed_steps"] += plan.is_mixed
+        self._counts["new_tokens"] += len(sampled)
+        for each in sampled:
+            self._take_token(each)
+
+    def _take_token(self, sampled: Sampled) -> None:
+        sequence = sampled.sequence
+        finished = sequence.take(sampled.token)
+        if finished is not None:
+            self.batch.drop(sequence)
+            self._counts["finished"] += 1
+        sequence.deliver(
+            StepResult(
+                sequence_id=sequence.sequence_id,
+                token=sampled.token,
+                logits=sampled.logits,
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
+                finished=finished,
+                num_cached_tokens=sequence.num_cached or 0,
+            )
+        )
+
+    def _fail_step(self, plan: StepPlan, error: BaseException) -> None:
+        """End the sequences of a step: the pools may hold any part of it.
+
+        Raises:
+            BaseException: `error`, where it is no Exception.
+        """
+        self._counts["failed_steps"] += 1
+        named = named_error(error)
+        _LOG.error(
+            "a step of %d sequences failed: %s",
+            len(plan.segments),
+            named,
+            extra={"event": "step_failed", "sequences": len(plan.segments)},
+        )
+        for segment in plan.segments:
+            self._fail(segment.sequence, named)
+        if not isinstance(error, Exception):
+            raise error
+
+    def _fail(self, sequence: LiveSequence, error: PagedTrtError) -> None:
+        self._waiting.remove(sequence)
+        self.batch.drop(sequence)
+        self._counts["failed"] += 1
+        sequence.deliver(
+            StepResult(
+                sequence_id=sequence.sequence_id,
+                token=NO_TOKEN,
+                finished=FinishReason.ERROR,
+                error=error,
+                num_cached_tokens=sequence.num_cached or 0,
+            )
+        )

@@ -1,0 +1,90 @@
+"""What is opened to compare an engine with its own model, and what cannot be compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from paged_trt.plugins.manifest import MANIFEST_FILE, MODEL_FILE, read_manifest
+from paged_trt.runtime.engine import open_reference
+from paged_trt.runtime.logical_kv import PagedExecutor
+from paged_trt.runtime.recorded_steps import record_steps
+from paged_trt.runtime.same_model import compare_steps
+from paged_trt.runtime.same_model_report import SameModelReport
+from paged_trt.runtime.scenarios import Scenario
+
+NO_ATTENTION: Final = (
+    "attention outputs of the layers: a plan gives its own outputs and nothing in between; keys "
+    "and values of the next layer are computed from them, and logits after the last, and those "
+    "were compared; `--executor reference` compares attention outputs as well"
+)
+
+
+def reference_folder(model: Path, directory: Path) -> Path:
+    """Engine directory whose model an engine is compared with: its own, or that of `model`.
+
+    Args:
+        model: counts where it is the model of another engine directory with the same tensors,
+            so that an engine can be held against one that is known to be right.
+        directory: of the engine.
+    """
+    if model.name != MODEL_FILE or not (model.parent / MANIFEST_FILE).is_file():
+        return directory
+    engine, other = read_manifest(directory), read_manifest(model.parent)
+    return model.parent if engine.spec.tensors() == other.spec.tensors() else directory
+
+
+def why_not(model: Path, directory: Path) -> str | None:
+    """What keeps an engine from being compared with its own model; None where nothing does."""
+    folder = reference_folder(model, directory)
+    if MODEL_FILE in read_manifest(folder).files:
+        return None
+    return f"the same model: {folder} has no {MODEL_FILE}; build without `--no-reference`"
+
+
+def check_same_model(
+    executor: PagedExecutor,
+    directory: Path,
+    scenarios: Sequence[Scenario],
+    *,
+    model: Path,
+    seed: int,
+    layers: bool,
+) -> SameModelReport:
+    """Run the steps of all scenarios on an engine and on its model, and compare what they compute.
+
+    Args:
+        executor: of the engine; its pools are overwritten.
+        directory: of the engine.
+        scenarios: what to run; next tokens are random.
+        model: as in `reference_folder`.
+        seed: of the tokens and the page orders.
+        layers: also compare attention outputs, where both executors have them.
+
+    Raises:
+        ExecutionError: a step failed.
+        PagedTrtError: the reference does not open.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def reference(folder: Path) -> PagedExecutor:
+            opened = open_reference(folder, keeps_layers=layers)
+            stack.callback(opened.close)
+            return opened
+
+        is_reference = executor.name == "reference"
+        folder = reference_folder(model, directory)
+        return compare_steps(
+            reference(directory) if layers and is_reference else executor,
+            reference(folder),
+            [
+                step
+                for scenario in scenarios
+                for step in record_steps(executor.spec, scenario, seed=seed)
+            ],
+            seed=seed + 1,
+            name=str(folder / MODEL_FILE),
+            missing=(NO_ATTENTION,) if layers and not is_reference else (),
+        )

@@ -1,0 +1,1 @@
+"""Kernel benchmarks: cells, ceilings, our kernels, other libraries, tables and pictures."""

@@ -1,0 +1,110 @@
+"""The GPU side of `paged-trt tune`: memory, kernels and a timing source."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from paged_trt.plugins.device import Device, Stream, kept_device
+from paged_trt.plugins.kv import tokens_in_pages
+from paged_trt.plugins.launch.dispatch import kernel_paths
+from paged_trt.plugins.launch.loaded import KERNELS, DeviceKernels
+from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.plans import AttentionPlan
+from paged_trt.plugins.launch.registry import KernelKey
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN, StepSizes
+from paged_trt.plugins.launch.trial import is_attention, prepare_trial
+from paged_trt.plugins.launch.trial_memory import TrialMemory
+from paged_trt.plugins.launch.tuned import TuningTarget
+from paged_trt.plugins.launch.tuner import TimePlan, step_lengths
+from paged_trt.plugins.timing import DriverGraphs, measure
+
+FREE_PART: Final = 0.8
+"""Of the free memory that pools may take: queries, outputs and workspaces come on top."""
+
+
+def on_device(request: AttentionPlanRequest, target: TuningTarget) -> AttentionPlanRequest:
+    """The request as the plugin will make it on a device."""
+    return dataclasses.replace(
+        request, arch=target.arch, num_multiprocessors=target.num_multiprocessors
+    )
+
+
+def decode_sizes(request: AttentionPlanRequest) -> StepSizes:
+    """Lengths of the sequences of a timed decode step."""
+    num_seqs = request.step.num_seqs
+    lengths = step_lengths(num_seqs, tokens_in_pages(request.step.table_width))
+    return StepSizes(query_lens=(1,) * num_seqs, kv_lens=tuple(lengths))
+
+
+def keys_of(request: AttentionPlanRequest, plan: AttentionPlan) -> list[KernelKey]:
+    """Kernels of a step under a plan."""
+    return [KernelKey.of(path, request) for path in kernel_paths(request, plan)]
+
+
+def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
+    """Bytes of the keys, and of the values, that the largest step needs; bounded by what is free.
+
+    A step that does not fit is refused when its turn comes.
+    """
+    needed = [
+        # Whole pages, and the wider of keys and values.
+        2 * max(BYTES_IN_TURN, decode_sizes(request).kv_bytes(request.attention,
+                                                              request.kv_cache_dtype))
+        for request in requests
+    ]  # fmt: skip
+    return min(max(needed), int(free * FREE_PART) // 2)
+
+
+@contextlib.contextmanager
+def timing_source(
+    ordinal: int,
+    requests: Sequence[AttentionPlanRequest],
+    *,
+    device: Device | None = None,
+    kernels: DeviceKernels = KERNELS,
+    **trial_options: Any,
+) -> Iterator[TimePlan]:
+    """Times plans on a device.
+
+    Args:
+        ordinal: number of the device.
+        requests: all that are going to be timed.
+        device: instead of the process's own.
+        kernels: where kernels are loaded.
+        trial_options: for `prepare_trial`.
+
+    Raises:
+        UnsupportedError: there is no device.
+        ExecutionError: there is too little memory.
+    """
+    device = kept_device(ordinal) if device is None else device
+    with device.current(), contextlib.ExitStack() as stack:
+        stream = Stream(device.driver)
+        stack.callback(stream.close)
+        graphs = DriverGraphs(stream, driver=device.driver)
+        stack.callback(graphs.close)
+        size = pool_bytes(requests, device.free_bytes())
+        memory = TrialMemory(device, stream, pool_bytes=size)
+        stack.callback(memory.close)
+
+        def time_plan(request: AttentionPlanRequest, plan: AttentionPlan) -> float:
+            kernels.warm(keys_of(request, plan))
+            sizes = decode_sizes(request)
+            try:
+                trial = prepare_trial(
+                    memory,
+                    request,
+                    sizes,
+                    planner=PolicyPlanner(explicit=plan),
+                    registry=kernels,
+                    **trial_options,
+                )
+                return measure(graphs, trial.calls(stream.handle, only=is_attention)).median
+            finally:
+                memory.release()
+
+        yield time_plan
