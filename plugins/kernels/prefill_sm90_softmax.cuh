@@ -1,8 +1,8 @@
 // Softmax of the score tile of a warpgroup, in base 2, in the accumulator layout of wgmma.
 //
-// A reference, not the maximum, is subtracted from the scores of a row: any reference gives the same
-// quotient as long as nothing overflows. Masked tiles set it. A full tile computes no maximum at
-// all: its sums tell when the reference was too small, and then the tile is done again.
+// A reference, not the maximum, is subtracted from the scores of a row: any reference gives the
+// same quotient as long as nothing overflows. Masked tiles set it. A full tile computes no maximum
+// at all: its sums tell when the reference was too small, and then the tile is done again.
 #pragma once
 
 #include "softmax_rows.cuh"

@@ -1,8 +1,8 @@
 // Warpgroup products (wgmma, sm_90a): descriptors of operands in shared memory, and m64nNk16.
 //
 // Accumulator of m64nN: d[4 * j + {0, 1}] is row 16 * warp + lane / 4, columns 8 * j + 2 *
-// (lane % 4) + {0, 1}; d[4 * j + {2, 3}] the same columns of row + 8. The A operand in registers has
-// the layout of m16n8k16, so an accumulator of 16 columns, packed, is the A operand of one k16 step.
+// (lane % 4) + {0, 1}; d[4 * j + {2, 3}] the same columns of row + 8. The A operand in registers
+// has the layout of m16n8k16, so an accumulator of 16 columns, packed, is that of one k16 step.
 //
 // Operands in shared memory have the 128-byte swizzle: rows of 64 elements, the 16-byte chunk index
 // xored with the row modulo 8. A box is so many such rows; a wider tile is one box behind another.

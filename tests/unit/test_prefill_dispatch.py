@@ -58,7 +58,7 @@ def test_every_argument_is_exact() -> None:
     step.launch(9)
     append, prefill = driver.launches
     assert [append.name, prefill.name] == ["append", "prefill_sm90"]
-    assert (prefill.grid, prefill.threads, prefill.cluster) == ((132, 1, 1), 384, 1)
+    assert (prefill.grid, prefill.threads, prefill.cluster) == ((132, 1, 1), 384, (1, 1, 1))
     assert not prefill.overlaps
     args = dict(prefill.args)
     key, value = (ADDRESSES.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
@@ -123,4 +123,4 @@ def test_split_keys_are_a_cluster() -> None:
     step.launch(0)
     launched = driver.launches[-1]
     assert launched.name == "prefill_sm90_split"
-    assert (launched.grid, launched.cluster) == ((128, 1, 1), 8)
+    assert (launched.grid, launched.cluster) == ((128, 1, 1), (8, 1, 1))
