@@ -162,8 +162,10 @@ class SessionRecorder:
 
     def close(self) -> None:
         """Write the record and close the executor."""
-        self.write(is_running=False)
-        self._executor.close()
+        try:
+            self.write(is_running=False)
+        finally:
+            self._executor.close()
 
     def write(self, *, is_running: bool) -> None:
         """Write the record beside its place, then rename; nothing where no step ran.
@@ -190,9 +192,9 @@ class SessionRecorder:
             Path(staged).unlink(missing_ok=True)
             raise
 
-    def _noted(self, step: Callable[[StepInputs], Any]) -> Callable[[StepInputs], Any]:
-        def run(inputs: StepInputs) -> Any:
-            result = step(inputs)
+    def _noted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(inputs: StepInputs, *rest: Any, **options: Any) -> Any:
+            result = step(inputs, *rest, **options)
             if self.take is not None:
                 self._note(_with_tokens(self.take(), inputs))
             return result
