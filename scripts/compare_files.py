@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from paged_trt.plugins.errors import PackageMissingError
+from paged_trt.plugins.files import write_bytes, write_text
 from paged_trt.plugins.version import version
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.differences import HISTOGRAM_EDGES
 from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.scripts import compare_table
-from paged_trt.scripts.files import require_writable, write_bytes, write_text
+from paged_trt.scripts.files import require_writable
 
 _TEMPLATE: Final = "compare_report.html"
 _DOTS_PER_INCH: Final = 110
