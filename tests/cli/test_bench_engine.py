@@ -15,6 +15,7 @@ from paged_trt.plugins.device import Device
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.plugins.launch.plans import Direct
+from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.scripts import engine_timing
 from paged_trt.scripts.bench.engine import kernel_columns
@@ -38,9 +39,17 @@ def engine(model: Path) -> Path:
     return write_engine_dir(model, model.parents[1] / "engine", **limits)
 
 
+@pytest.mark.parametrize("draws_on_device", [False, True])
 def test_a_cpu_measures_and_says_what(
-    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    draws_on_device: bool,
+    model: Path,
+    engine: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A TensorRT engine draws its tokens where the logits are: another way to run a step.
+    monkeypatch.setattr(ReferenceExecutor, "samples_on_device", draws_on_device)
     output = tmp_path / "engine.json"
     words = ["--executor=reference", "--steps=3", "--model", str(model), "-o", str(output)]
     assert main(["bench", "engine", str(engine), *words]) == 0
@@ -142,9 +151,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return found
 
 
+@pytest.mark.parametrize("draws_on_device", [False, True])
 def test_our_launches_are_replayed_with_without_and_alone(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    draws_on_device: bool, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(TensorRtExecutor, "samples_on_device", draws_on_device)
     seen = []
     original = engine_timing._time_replays
 
