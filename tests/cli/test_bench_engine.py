@@ -15,6 +15,7 @@ from paged_trt.plugins.device import Device
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.plugins.launch.plans import Direct
+from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.scripts import engine_timing
@@ -67,6 +68,25 @@ def test_a_cpu_measures_and_says_what(
         for values in (row, row["peers_us"]["onnxruntime_dense"]):
             assert 0 < values["decode_us_min"] <= values["decode_us"] <= values["decode_us_max"]
             assert values["prefill_us"] > 0
+
+
+def test_the_prefill_that_counts_runs_the_whole_prompt(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounds have the same prompts, and the second must find no page of the first."""
+    limits = {"max_batch_size": 1, "max_kv_cache_capacity": 300, "max_input_len": 260}
+    folder = write_engine_dir(model, tmp_path / "engine", **limits)
+    counts: list[int] = []
+    run = ReferenceExecutor.step
+
+    def step(self: ReferenceExecutor, inputs: StepInputs) -> Any:
+        counts.append(int(inputs.query_start_offsets[-1]))
+        return run(self, inputs)
+
+    monkeypatch.setattr(ReferenceExecutor, "step", step)
+    engine_timing.time_steps(folder, "reference", Cell(batch=1, kv_len=260), 2, device=0)
+    prefills = [count for count in counts if count > 1]
+    assert sum(prefills) == 2 * 260
 
 
 @pytest.mark.parametrize(
