@@ -86,9 +86,10 @@ class AsyncSession:
         return self._core
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Submit a request and iterate over its events; closing the iterator cancels it.
+        """Submit a request and iterate over its events.
 
-        Call it in a running event loop.
+        Call it in a running event loop. Closing an iterator that was begun cancels the request;
+        one that was never begun leaves it to `cancel`.
 
         Raises:
             SequenceError: the engine cannot serve the request, another one of this id is open,

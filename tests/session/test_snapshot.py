@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from engine_dirs import write_engine_dir
 
-from paged_trt.plugins.errors import ManifestError
+from paged_trt.plugins.errors import ExecutionError, ManifestError
 from paged_trt.runtime import snapshot as snapshots
 from paged_trt.runtime.engine import load_engine
+from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.snapshot import SessionRecord, SessionRecorder, read_record
 from paged_trt.scripts.example_models.config import Dialect
@@ -67,6 +68,32 @@ def test_a_running_session_is_written_too(
         assert running.latest.slots[0].tokens == 3
     assert not read_record(path).is_running
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_steps_that_draw_where_the_logits_are_count(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a TensorRT engine does in every step."""
+    expected = recorded(engine, tmp_path / "logits.json")
+    monkeypatch.setattr(ReferenceExecutor, "samples_on_device", True)
+    assert recorded(engine, tmp_path / "drawn.json") == expected
+
+
+def test_the_executor_is_closed_where_the_record_cannot_be_written(
+    engine: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    executor = load_engine(engine, "reference")
+    recorder = SessionRecorder(executor, folder / "record.json", geometry_sha256="a")
+    session = Session(recorder)
+    recorder.take = session.snapshot
+    session.generate([[1, 2, 3]], 2)
+    folder.rmdir()
+    with pytest.raises(OSError, match=r"record\.json"):
+        session.close()
+    with pytest.raises(ExecutionError, match="closed"):
+        executor.warm_up()
 
 
 def test_a_session_without_steps_writes_nothing(engine: Path, tmp_path: Path) -> None:
