@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from engine_dirs import write_engine_dir
 
-from paged_trt.plugins.errors import ManifestError
+from paged_trt.plugins.errors import ExecutionError, ManifestError
 from paged_trt.runtime import snapshot as snapshots
 from paged_trt.runtime.engine import load_engine
+from paged_trt.runtime.reference_executor import ReferenceExecutor
+from paged_trt.runtime.requests import SamplingSpec
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.snapshot import SessionRecord, SessionRecorder, read_record
 from paged_trt.scripts.example_models.config import Dialect
@@ -69,6 +72,43 @@ def test_a_running_session_is_written_too(
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_steps_that_draw_on_a_device_are_recorded(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceExecutor, "samples_on_device", True)
+    path = tmp_path / "record.json"
+    recorder = SessionRecorder(load_engine(engine, "reference"), path, geometry_sha256="a")
+    with Session(recorder) as session:
+        recorder.take = session.snapshot
+        sampling = SamplingSpec(temperature=1.0, seed=1)
+        [generation] = session.generate([[1, 2]], 3, sampling=sampling)
+    assert len(generation.tokens) == 3
+    assert read_record(path).timeline[-1].step == 3
+
+
+def test_a_record_that_cannot_be_written_leaves_no_executor_open(
+    engine: Path, tmp_path: Path
+) -> None:
+    executor = load_engine(engine, "reference")
+    path = tmp_path / "record.json"
+    recorder = SessionRecorder(executor, path, geometry_sha256="a")
+    session = Session(recorder)
+    recorder.take = session.snapshot
+    session.generate([[1, 2]], 1)
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        session.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+    with pytest.raises(ExecutionError, match="closed"):
+        executor.fill_pools(0)  # type: ignore[attr-defined]
+
+
+def test_a_pipe_is_no_record(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ManifestError, match="no regular file"):
+        read_record(tmp_path / "pipe")
+
+
 def test_a_session_without_steps_writes_nothing(engine: Path, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     with Session(SessionRecorder(load_engine(engine, "reference"), path, geometry_sha256="a")):
@@ -85,6 +125,9 @@ def test_a_session_without_steps_writes_nothing(engine: Path, tmp_path: Path) ->
         lambda data: data["latest"]["slots"].append(data["latest"]["slots"][0]),
         lambda data: data["fullest"]["references"].__setitem__(0, -1),
         lambda data: data["timeline"][0].update(step="1"),
+        lambda data: data["timeline"][0].update(step=10**400),
+        lambda data: data["fullest"]["slots"][0].update(tokens=10**400),
+        lambda data: data["fullest"].update(references=[], slots=[]),
     ],
 )
 def test_a_record_that_is_none_is_refused(change: object, engine: Path, tmp_path: Path) -> None:
