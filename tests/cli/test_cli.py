@@ -15,6 +15,7 @@ import click
 import pytest
 
 from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
+from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.scripts.cli import COMMANDS, cli, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
@@ -221,6 +222,15 @@ def test_inspect_shows_names_as_text(
     text = capsys.readouterr().out
     assert ascii(name)[1:-1] in text
     assert "\x1b" not in text
+
+
+def test_notes_of_an_engine_are_text(
+    engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceExecutor, "notes", ("[/red]\x1b[2J",))
+    arguments = ["run", str(engine), "--input-ids", "1", "--max-new-tokens", "1"]
+    assert main([*arguments, "--executor", "reference"]) == 0
+    assert "note: [/red]\\x1b[2J" in capsys.readouterr().err
 
 
 def test_a_terminal_without_unicode_gets_escapes(engine: Path) -> None:
