@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -72,8 +72,10 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         ConfigError: as `require_target`, of what came to `target` while the block ran.
     """
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = _sibling(target)
     try:
+        # Named before it is made: an interrupt cannot come between the making and this block.
+        staging.mkdir(mode=0o700)
         yield staging
         staging.chmod(0o755)
         for path in staging.iterdir():
@@ -86,6 +88,11 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
         raise
 
 
+def _sibling(target: Path) -> Path:
+    """A hidden path beside `target` that nobody has."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+
 def _flush(path: Path) -> None:
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -96,14 +103,16 @@ def _replace(staging: Path, target: Path) -> None:
         staging.rename(target)
         return
     # A directory cannot be renamed over a full one: the old one steps aside first.
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(aside / target.name)
+    aside = _sibling(target)
+    old = aside / target.name
     try:
+        aside.mkdir(mode=0o700)
+        target.rename(old)
         staging.rename(target)
-    except BaseException:
-        (aside / target.name).rename(target)
-        raise
     finally:
+        # Where the old one cannot go back, it stays aside: an error must not delete it.
+        if staging.exists() and old.exists():
+            old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Protocol
 
 from paged_trt.plugins.errors import PagedTrtError, SequenceError
@@ -45,6 +45,42 @@ class _Stream:
         self.loop = loop
         self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self.sequence: LiveSequence | None = None
+
+
+class TokenEvents(AsyncIterator[TokenEvent]):
+    """Iterates over the events of one request; closing or losing it cancels the request.
+
+    Not a generator: one that is closed before its first event would run no line of itself.
+    """
+
+    def __init__(self, stream: _Stream, cancel: Callable[[_Stream], None]) -> None:
+        self._stream = stream
+        self._cancel = cancel
+        self._has_ended = False
+
+    async def __anext__(self) -> TokenEvent:
+        """The next event; the request is cancelled where the wait for it is."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            event = await self._stream.events.get()
+        except BaseException:
+            await self.aclose()
+            raise
+        self._has_ended = event.finish_reason is not None
+        return event
+
+    async def aclose(self) -> None:
+        """Cancel the request; nothing to do where it has ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._cancel(self._stream)
+
+    def __del__(self) -> None:
+        """Cancel in the event loop: here any lock may be held. A closed loop reads no events."""
+        if not self._has_ended:
+            with contextlib.suppress(RuntimeError):
+                self._stream.loop.call_soon_threadsafe(self._cancel, self._stream)
 
 
 class AsyncSession:
@@ -85,11 +121,10 @@ class AsyncSession:
         """What this session is a client of."""
         return self._core
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Submit a request and iterate over its events.
+    def stream(self, request: GenerationRequest) -> TokenEvents:
+        """Submit a request and iterate over its events; closing the iterator cancels it.
 
-        Call it in a running event loop. Closing an iterator that was begun cancels the request;
-        one that was never begun leaves it to `cancel`.
+        Call it in a running event loop.
 
         Raises:
             SequenceError: the engine cannot serve the request, another one of this id is open,
@@ -118,7 +153,7 @@ class AsyncSession:
             if self._observer is not None:
                 self._observer.opened(request)
             self._changed.notify()
-        return self._events(stream)
+        return TokenEvents(stream, self._cancel)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its stream ends with `cancelled`. Nothing to do where it has ended."""
@@ -143,16 +178,6 @@ class AsyncSession:
             self._is_closing = True
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
-
-    async def _events(self, stream: _Stream) -> AsyncIterator[TokenEvent]:
-        event = None
-        try:
-            while event is None or event.finish_reason is None:
-                event = await stream.events.get()
-                yield event
-        finally:
-            if event is None or event.finish_reason is None:
-                self._cancel(stream)
 
     def _cancel(self, stream: _Stream) -> None:
         with self._changed:

@@ -20,7 +20,7 @@ from polygraphy.common import TensorMetadata
 from polygraphy.logger import G_LOGGER
 
 from paged_trt.plugins.errors import KvPoolError, PagedTrtError, SequenceError
-from paged_trt.plugins.kv import pages_for_tokens
+from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, pages_for_tokens
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -143,7 +143,7 @@ def step_inputs(spec: EngineSpec, feeds: Mapping[str, Array]) -> StepInputs:
 
     Raises:
         SequenceError: lengths, offsets or ids are impossible.
-        KvPoolError: a page that the step needs is outside the pool.
+        KvPoolError: a page is outside the pool.
     """
     ids = np.asarray(feeds[INPUT_IDS])[0]
     inputs = StepInputs(
@@ -153,6 +153,7 @@ def step_inputs(spec: EngineSpec, feeds: Mapping[str, Array]) -> StepInputs:
         query_start_offsets=np.asarray(feeds[QUERY_START_OFFSETS]),
         past_lens=np.asarray(feeds[PAST_LENS]),
     )
+    _check_shapes(spec, inputs)
     num_seqs, offsets = len(inputs.past_lens), inputs.query_start_offsets
     if num_seqs > spec.pool.max_batch_size or len(ids) > spec.max_token_rows:
         raise SequenceError(
@@ -172,6 +173,18 @@ def step_inputs(spec: EngineSpec, feeds: Mapping[str, Array]) -> StepInputs:
     return inputs
 
 
+def _check_shapes(spec: EngineSpec, inputs: StepInputs) -> None:
+    rows, width = inputs.page_table.shape
+    num_tokens, num_seqs = len(inputs.input_ids), len(inputs.past_lens)
+    widest = spec.pool.max_pages_per_seq
+    if (rows, len(inputs.position_ids)) != (num_seqs, num_tokens) or width > widest:
+        raise SequenceError(
+            f"the page table is {rows} x {width} for {num_seqs} sequence rows of at most {widest} "
+            f"pages, and {num_tokens} tokens have {len(inputs.position_ids)} positions; make the "
+            "steps for this engine with `paged-trt polygraphy`"
+        )
+
+
 def _check_pages(spec: EngineSpec, inputs: StepInputs) -> None:
     if (inputs.past_lens < 0).any():
         raise SequenceError(f"`{PAST_LENS}` {inputs.past_lens.tolist()} must be 0 or more")
@@ -182,9 +195,13 @@ def _check_pages(spec: EngineSpec, inputs: StepInputs) -> None:
             raise SequenceError(
                 f"row {row} of the page table has {len(needed)} entries and {length} tokens"
             )
-        for page in needed:
+        # Keys and values are gathered from the entries behind the end too.
+        spare = [page for page in inputs.page_table[row].tolist() if page != UNUSED_PAGE_ENTRY]
+        for page in (*needed, *spare):
             if not spec.pool.owns(page):
                 raise KvPoolError(
-                    f"row {row} of the page table needs page {page}, outside the pool of "
+                    f"row {row} of the page table names page {page}, outside the pool of "
                     f"{spec.pool.num_pages} pages"
                 )
+    if (inputs.page_table == UNUSED_PAGE_ENTRY).all():
+        raise SequenceError("the page table names no page; leave out a step without a sequence")

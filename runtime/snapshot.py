@@ -25,7 +25,8 @@ from paged_trt.runtime.registry import PageRegistry
 WRITE_SECONDS: Final = 1.0
 """A running session writes its record no more often."""
 MAX_RECORD_BYTES: Final = 256 * 2**20
-_Count = Annotated[int, pydantic.Field(ge=0)]
+# Bounded, for a picture has to place it on an axis.
+_Count = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
 class _Record(pydantic.BaseModel):
@@ -60,7 +61,7 @@ class PoolSnapshot(_Record):
     tokens_per_page: _Count
     max_batch_size: _Count
     max_pages_per_seq: _Count
-    references: tuple[_Count, ...]
+    references: Annotated[tuple[_Count, ...], pydantic.Field(min_length=1)]
     slots: tuple[SlotRecord, ...]
 
     @property
@@ -240,6 +241,9 @@ def read_record(path: Path) -> SessionRecord:
     """
     again = "record a session with `paged-trt run ENGINE_DIR --record FILE`"
     try:
+        if path.exists() and not path.is_file():
+            # A pipe or a device would be read for ever.
+            raise ManifestError(f"{path} is no regular file; {again}")
         size = path.stat().st_size
         if size > MAX_RECORD_BYTES:
             raise ManifestError(f"{path} has {size} bytes, over the limit of {MAX_RECORD_BYTES}")

@@ -89,6 +89,8 @@ class TemplateProcess:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                # Not from the working directory, which may be a model's, and so untrusted.
+                "-P",
                 "-m",
                 "paged_trt.runtime.chat_template",
                 stdin=asyncio.subprocess.PIPE,

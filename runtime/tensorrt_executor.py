@@ -309,8 +309,8 @@ class TensorRtExecutor:
                 closed.
         """
         with self._alone():
-            for layer in layer_pools(self._spec):
-                self._stream.fill(self._pools[layer.key_name], layer.num_bytes, byte=byte)
+            for pair in layer_pools(self._spec):
+                self._stream.fill(self._pools[pair.key_name], pair.num_bytes, byte=byte)
             self._stream.synchronize()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from typing import Final
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.comparison import SequenceResult
@@ -45,9 +44,8 @@ def show(report: ComparisonReport, console: Console, *, layers: bool = False) ->
         ("not run", not_run(report)),
     ):
         for line in lines:
-            # Text, not markup: paths and messages may hold brackets.
-            console.print(Text(f"{label}: {line}"), soft_wrap=True)
-    console.print(Text(verdict(report)), soft_wrap=True)
+            console.print(plain(f"{label}: {line}"), soft_wrap=True)
+    console.print(plain(verdict(report)), soft_wrap=True)
 
 
 def show_side_by_side(reports: Sequence[ComparisonReport], console: Console) -> None:
@@ -63,7 +61,7 @@ def show_side_by_side(reports: Sequence[ComparisonReport], console: Console) -> 
     for report in reports:
         table.add_row(*map(plain, side_by_side(report)), _mark(report.passed))
     console.print(table)
-    console.print(Text(SIDE_BY_SIDE_NOTE), soft_wrap=True)
+    console.print(plain(SIDE_BY_SIDE_NOTE), soft_wrap=True)
 
 
 def side_by_side(report: ComparisonReport) -> tuple[str, ...]:

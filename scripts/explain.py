@@ -8,11 +8,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from paged_trt.builder.onnx.explain import ModelReport, NodeReport, Problem, explain
 from paged_trt.scripts.attention_cells import ATTENTION_COLUMNS, attention_cells
-from paged_trt.scripts.error_output import json_option
+from paged_trt.scripts.error_output import json_option, plain
 
 EXIT_REFUSED = 2
 
@@ -50,9 +49,8 @@ def show(report: ModelReport, console: Console) -> None:
     if report.problem is not None and report.problem not in problems:
         problems.append(report.problem)
     for problem in _distinct(problems):
-        # Text, not markup: names may hold brackets.
-        console.print(Text(f"`{problem.where}`: {problem.reason}"), soft_wrap=True)
-        console.print(Text(f"  do this: {problem.remedy}"), soft_wrap=True)
+        console.print(plain(f"`{problem.where}`: {problem.reason}"), soft_wrap=True)
+        console.print(plain(f"  do this: {problem.remedy}"), soft_wrap=True)
 
 
 def _distinct(problems: list[Problem]) -> list[Problem]:
@@ -83,7 +81,7 @@ def _summary(report: ModelReport) -> Table:
             for limit in facts.position_limits
         ]
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, plain(value))
     return table
 
 
@@ -99,7 +97,7 @@ def _nodes(nodes: tuple[NodeReport, ...]) -> Table:
             groups.append([index])
     for group in groups:
         numbers = str(group[0]) if len(group) == 1 else f"{group[0]}..{group[-1]}"
-        table.add_row(numbers, Text(_describe(nodes[group[0]])))
+        table.add_row(numbers, plain(_describe(nodes[group[0]])))
     return table
 
 

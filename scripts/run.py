@@ -19,7 +19,7 @@ from paged_trt.runtime.requests import SamplingSpec
 from paged_trt.runtime.session import Generation, Session
 from paged_trt.runtime.snapshot import SessionRecorder
 from paged_trt.runtime.tokenizer import Tokenizer
-from paged_trt.scripts.error_output import json_option
+from paged_trt.scripts.error_output import json_option, plain
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.prompts import Prompt, open_tokenizer, read_prompts
 
@@ -88,7 +88,7 @@ def command(
         notes = Console(stderr=True, highlight=False)
         notes.print(f"executor: {engine.name}", style="dim")
         for note in engine.notes:
-            notes.print(f"note: {note}", style="dim")
+            notes.print(plain(f"note: {note}"), style="dim")
         stream = None if as_json else _stream(prompts, tokenizer)
         with stream or contextlib.nullcontext():
             generations = session.generate(

@@ -10,6 +10,7 @@ import click
 
 from paged_trt.plugins.errors import PackageMissingError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
+from paged_trt.scripts.error_output import printable
 from paged_trt.scripts.prompts import require_tokenizer
 
 _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
@@ -103,7 +104,7 @@ def command(
     ):
         click.echo(f"executor: {engine.name}", err=True)
         for note in engine.notes:
-            click.echo(f"note: {note}", err=True)
+            click.echo(printable(f"note: {note}"), err=True)
         engine.warm_up()
         service = LocalService(
             engine,

@@ -12,6 +12,8 @@ from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.server.stops import StopStrings
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+UNLIKELY_LOGPROB = -9999.0
+"""What OpenAI's API writes for a token of no probability: JSON has no infinity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class TokenText:
 
     Attributes:
         text: its text; `token_id:N` where it is no text by itself.
-        logprob: natural logarithm of its probability.
+        logprob: natural logarithm of its probability, UNLIKELY_LOGPROB at least.
         top: text and logprob of the most likely tokens, best first.
         offset: characters of the answer before it.
     """
@@ -112,11 +114,14 @@ class Assembler:
 
     def _note_token(self, event: TokenEvent) -> None:
         if event.logprob is not None and event.token is not None:
-            top = tuple((self._text(token), value) for token, value in event.top_logprobs or ())
+            top = tuple(
+                (self._text(token), max(UNLIKELY_LOGPROB, value))
+                for token, value in event.top_logprobs or ()
+            )
             self._tokens.append(
                 TokenText(
                     text=self._text(event.token),
-                    logprob=event.logprob,
+                    logprob=max(UNLIKELY_LOGPROB, event.logprob),
                     top=top,
                     offset=self._decoded,
                 )

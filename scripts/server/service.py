@@ -189,7 +189,8 @@ class LocalService:
         spec = self._core.spec
         room = spec.pool.max_kv_cache_capacity - len(prompt)
         wanted = request.max_new_tokens
-        if wanted is None or (wanted > room and "max_tokens" not in request.model_fields_set):
+        is_asked = not {"max_tokens", "max_completion_tokens"}.isdisjoint(request.model_fields_set)
+        if wanted is None or (wanted > room and not is_asked):
             wanted = max(1, min(wanted or room, room))
         try:
             check_prompt(spec, prompt, wanted)

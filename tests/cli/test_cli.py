@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import click
 import pytest
 
 from paged_trt.plugins.kv import MAX_KV_CACHE_CAPACITY, MAX_KV_POOL_PAGES
+from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.scripts.cli import COMMANDS, cli, main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
@@ -224,6 +224,15 @@ def test_inspect_shows_names_as_text(
     assert "\x1b" not in text
 
 
+def test_notes_of_an_engine_are_text(
+    engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceExecutor, "notes", ("[/red]\x1b[2J",))
+    arguments = ["run", str(engine), "--input-ids", "1", "--max-new-tokens", "1"]
+    assert main([*arguments, "--executor", "reference"]) == 0
+    assert "note: [/red]\\x1b[2J" in capsys.readouterr().err
+
+
 def test_a_terminal_without_unicode_gets_escapes(engine: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     for arguments in (["inspect", str(engine)], ["run", str(engine), "--prompt", "é"]):
@@ -254,23 +263,42 @@ def test_a_prompt_that_is_no_text_is_refused(
     assert "UTF-8" in fails(capsys, 2, "run", engine, "--prompt", "a\udcff")
 
 
+TOLD_TO_END = """
+import os
+import sys
+from paged_trt.scripts.cli import end, main
+
+folder, number, *arguments = sys.argv[1:]
+
+def watch(event, details):
+    # The first file that is written: the folder that must not stay is there by then.
+    if event == "open" and str(details[0]).startswith(folder) and not told:
+        told.append(details[0])
+        os.kill(os.getpid(), int(number))
+
+told = []
+sys.addaudithook(watch)
+code = main(arguments)
+print(len(told))
+end(code)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_build_that_is_told_to_end_leaves_nothing(
     number: int, model: Path, tmp_path: Path
 ) -> None:
     build = ["build", str(model), "-o", str(tmp_path / "engine"), *LIMITS]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "paged_trt.scripts.cli", *build],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_TO_END, str(tmp_path), str(int(number)), *build],
+        capture_output=True,
         text=True,
+        check=False,
+        timeout=300,
     )
-    while child.poll() is None and not any(tmp_path.iterdir()):
-        time.sleep(0.01)
-    child.send_signal(number)
-    _, text = child.communicate(timeout=300)
-    assert child.returncode == 130, text
-    assert "Traceback" not in text
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.endswith("1\n")
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import rewrite_variants as variants
 
@@ -70,6 +71,26 @@ def test_each_refused_node_is_named(
     text = capsys.readouterr().out
     assert "refused" in text
     assert "do this: export with `smooth_softmax` left out" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("can_be_rewritten", [True, False])
+def test_names_in_a_model_do_nothing_to_the_terminal(
+    can_be_rewritten: bool, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = "[/red]\x1b]0;title\x07"
+
+    def rename(model: ir.Model) -> None:
+        model.producer_name = odd
+        for node in model.graph:
+            node.name = f"{node.name}{odd}"
+            if node.op_type == "GroupQueryAttention" and not can_be_rewritten:
+                node.attributes["smooth_softmax"] = ir.AttrInt64("smooth_softmax", 1)
+
+    path = changed(toy, tmp_path, rename)
+    assert (main(["explain", str(path)]) == 0) is can_be_rewritten
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert ascii(odd)[1:-1] in text
 
 
 def test_an_operator_that_is_not_supported(

@@ -189,9 +189,9 @@ def test_kv_scale_that_is_10_percent_off_fails(
     assert "FAILED | Output: 'value.1'" not in output
 
 
-def _change(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def _change(name: str, value: Any, index: int = 0) -> Callable[[dict[str, Any]], None]:
     def change(feeds: dict[str, Any]) -> None:
-        feeds[name].flat[0] = value
+        feeds[name].flat[index] = value
 
     return change
 
@@ -199,8 +199,30 @@ def _change(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_change("page_table", 4711), "needs page 4711, outside the pool of"),
-        (_change("page_table", -1), "needs page -1, outside the pool of"),
+        (_change("page_table", 4711), "names page 4711, outside the pool of"),
+        # Behind the end of the first sequence.
+        (_change("page_table", 4711, 1), "names page 4711, outside the pool of"),
+        (_change("page_table", -2, 1), "names page -2, outside the pool of"),
+        (
+            lambda feeds: feeds.update(page_table=feeds["page_table"][:1]),
+            "the page table is 1 x 2 for 2 sequence rows",
+        ),
+        (
+            lambda feeds: feeds.update(page_table=np.tile(feeds["page_table"], 99)),
+            "the page table is 2 x 198 for 2 sequence rows",
+        ),
+        (
+            lambda feeds: feeds.update(position_ids=np.zeros((1, 7), np.int64)),
+            "130 tokens have 7 positions",
+        ),
+        (
+            lambda feeds: feeds.update(
+                page_table=np.full_like(feeds["page_table"], -1),
+                query_start_offsets=np.zeros_like(feeds["query_start_offsets"]),
+            ),
+            "the page table names no page",
+        ),
+        (_change("page_table", -1), "names page -1, outside the pool of"),
         (_change("query_start_offsets", 1), "must rise from 0"),
         (_change("past_lens", -9), "must be 0 or more"),
         (_change("past_lens", 2**30), "row 0 of the page table has"),

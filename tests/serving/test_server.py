@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
@@ -21,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.toy_server import MODEL, Reciter, ToyServer, pages_are_free, reciting, wait_until
 
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
@@ -200,6 +203,43 @@ def test_a_body_of_unknown_length_is_counted(serve: Callable[..., ToyServer]) ->
         assert answer.status == 413
         assert json.loads(answer.read())["error"]["message"] == "Content Too Large"
         connection.close()
+
+
+class Certain(Reciter):
+    """Gives every token but the right one no probability at all."""
+
+    def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
+        logits = super().step(inputs)
+        logits[logits == 0] = -np.inf
+        return logits
+
+
+def test_a_token_of_no_probability_has_a_logprob_that_json_can_hold(tokenizer_dir: Path) -> None:
+    service = LocalService(Certain(TEXT), Tokenizer(tokenizer_dir), model_name=MODEL)
+    with ToyServer(service) as server, server.client() as client:
+        answer = client.completions.create(**{**ASK, "max_tokens": 1}, logprobs=3)
+        _, chunk = client.chat.completions.create(
+            **CHAT, max_completion_tokens=1, logprobs=True, top_logprobs=3, stream=True
+        )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.top_logprobs is not None
+    assert sorted(found.top_logprobs[0].values()) == [-9999, -9999, 0]
+    streamed_logprobs = chunk.choices[0].logprobs
+    assert streamed_logprobs is not None
+    assert streamed_logprobs.content is not None
+    assert [top.logprob for top in streamed_logprobs.content[0].top_logprobs] == [0, -9999, -9999]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_that_the_client_chose_is_never_cut(
+    name: str, serve: Callable[..., ToyServer]
+) -> None:
+    with serve() as server, server.client() as client:
+        options: Any = {name: 10_000}
+        with pytest.raises(openai.BadRequestError, match="ask for fewer tokens") as caught:
+            client.chat.completions.create(**CHAT, **options)
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_full_queue_refuses_one_more(serve: Callable[..., ToyServer]) -> None:

@@ -22,7 +22,7 @@ from paged_trt.plugins.errors import (
     SequenceError,
     UnsupportedError,
 )
-from paged_trt.runtime.async_session import AsyncSession
+from paged_trt.runtime.async_session import AsyncSession, TokenEvents
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.requests import GenerationRequest, SamplingSpec, TokenEvent
@@ -130,7 +130,7 @@ def test_a_client_that_leaves_frees_its_pages(how: str) -> None:
             session.cancel("nobody")
             assert (await collect(stream))[-1].finish_reason == "cancelled"
         elif how == "close":
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         else:
             reader = asyncio.create_task(collect(stream))
             await asyncio.sleep(0)
@@ -143,6 +143,26 @@ def test_a_client_that_leaves_frees_its_pages(how: str) -> None:
         assert len(await collect(session.stream(request("leaver", [1], 2)))) == 2
 
     run(main)
+
+
+@pytest.mark.parametrize("how", ["close", "lose"])
+def test_a_stream_that_nobody_began_to_read_is_cancelled(how: str) -> None:
+    executor = Gated(is_open=False)
+
+    async def main(session: AsyncSession) -> None:
+        stream = session.stream(request("leaver", prompt_of(200), 180))
+        if how == "close":
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        del stream
+        await asyncio.sleep(0)
+        executor.gate.set()
+        await collect(session.stream(request("other", [1], 2)))
+        assert session.stats().cancelled == 1
+        assert session.stats().sequences == 0
+
+    run(main, executor)
 
 
 def test_a_waiting_request_can_be_cancelled() -> None:
@@ -303,10 +323,10 @@ def test_an_event_loop_that_is_gone_disturbs_nobody() -> None:
     core = EngineCore(executor)
     session = AsyncSession(core)
 
-    async def leave() -> None:
-        session.stream(request("gone", [1], 5))
+    async def leave() -> TokenEvents:
+        return session.stream(request("gone", [1], 5))
 
-    asyncio.run(leave())
+    stream = asyncio.run(leave())
     executor.gate.set()
 
     async def stay() -> None:
@@ -317,6 +337,8 @@ def test_an_event_loop_that_is_gone_disturbs_nobody() -> None:
     asyncio.run(stay())
     assert core.stats().finished == 2
     assert core.stats().pages_in_use == 0
+    # Its loop cannot be told, and need not.
+    asyncio.run(stream.aclose())
 
 
 def test_sessions_of_one_core_share_steps_pages_and_prefixes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def test_the_executor_is_closed_where_the_record_cannot_be_written(
         executor.warm_up()
 
 
+def test_a_pipe_is_no_record(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ManifestError, match="no regular file"):
+        read_record(tmp_path / "pipe")
+
+
 def test_a_session_without_steps_writes_nothing(engine: Path, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     with Session(SessionRecorder(load_engine(engine, "reference"), path, geometry_sha256="a")):
@@ -112,6 +119,9 @@ def test_a_session_without_steps_writes_nothing(engine: Path, tmp_path: Path) ->
         lambda data: data["latest"]["slots"].append(data["latest"]["slots"][0]),
         lambda data: data["fullest"]["references"].__setitem__(0, -1),
         lambda data: data["timeline"][0].update(step="1"),
+        lambda data: data["timeline"][0].update(step=10**400),
+        lambda data: data["fullest"]["slots"][0].update(tokens=10**400),
+        lambda data: data["fullest"].update(references=[], slots=[]),
     ],
 )
 def test_a_record_that_is_none_is_refused(change: object, engine: Path, tmp_path: Path) -> None:

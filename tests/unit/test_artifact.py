@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +48,62 @@ def test_force_keeps_a_stranger_that_came_meanwhile(tmp_path: Path) -> None:
         build(target, force=True, meanwhile="precious.txt")
     assert (target / "precious.txt").read_text() == "theirs"
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("moment", range(4))
+def test_an_interrupt_leaves_the_old_engine_or_the_new_one(
+    moment: int, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes right after one of the calls that make or move a folder."""
+    target = tmp_path / "engine"
+    if is_there:
+        write(target, "manifest.json", "old")
+    calls: list[str] = []
+
+    def interrupted(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            function(*arguments, **options)
+            calls.append(function.__name__)
+            if len(calls) == moment + 1:
+                signal.raise_signal(signal.SIGINT)
+
+        return call
+
+    num_calls = 4 if is_there else 2
+    with monkeypatch.context() as patch:
+        for name in ("mkdir", "rename"):
+            patch.setattr(os, name, interrupted(getattr(os, name)))
+        try:
+            with artifact.staged_directory(target, force=True) as staging:
+                (staging / "manifest.json").write_text("new")
+            was_interrupted = False
+        except KeyboardInterrupt:
+            was_interrupted = True
+    assert was_interrupted == (moment < num_calls)
+    is_new = moment >= num_calls - 1
+    assert list(tmp_path.iterdir()) == ([target] if is_there or is_new else [])
+    if target.exists():
+        assert (target / "manifest.json").read_text() == ("new" if is_new else "old")
+
+
+def test_an_old_engine_that_cannot_go_back_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "engine"
+    write(target, "manifest.json", "old")
+    rename = os.rename
+
+    def rename_and_fill(source: Path, place: Path) -> None:
+        rename(source, place)
+        if source == target:
+            write(target, "precious.txt", "theirs")
+
+    monkeypatch.setattr(os, "rename", rename_and_fill)
+    with pytest.raises(OSError, match="not empty"):
+        build(target, force=True, meanwhile="manifest.json")
+    assert (target / "precious.txt").read_text() == "theirs"
+    assert [path.read_text() for path in tmp_path.rglob("manifest.json")] == ["theirs"]
 
 
 def test_force_keeps_a_folder_with_a_model_in_it(tmp_path: Path) -> None:

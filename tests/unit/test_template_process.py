@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,20 @@ def test_conversations_are_rendered_one_after_the_other() -> None:
         assert found == [f"<{text}>" for text in texts]
 
     with_process("<{{ text }}>", use)
+
+
+def test_the_process_runs_no_code_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("resource.py", "jinja2.py", "json.py"):
+        (tmp_path / name).write_text("open('was_run', 'w')")
+    monkeypatch.chdir(tmp_path)
+
+    async def use(process: TemplateProcess) -> None:
+        assert await process.render({"text": "safe"}) == "safe"
+
+    with_process("{{ text }}", use)
+    assert not (tmp_path / "was_run").exists()
 
 
 def test_a_template_that_loops_is_ended_and_the_next_conversation_is_served() -> None:
