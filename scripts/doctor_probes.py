@@ -62,35 +62,40 @@ def probe_tensorrt() -> Probe:
 def probe_kernels() -> Probe:
     """Compiler, headers, and our own kernels compiled for the device that is here."""
     from paged_trt.plugins import cuda
+    from paged_trt.plugins.attention import AttentionSpec
     from paged_trt.plugins.dtypes import DType
     from paged_trt.plugins.launch.compiler import compile_arch
+    from paged_trt.plugins.launch.dispatch import warm_keys
     from paged_trt.plugins.launch.loaded import build_of
-    from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+    from paged_trt.plugins.launch.requests import AttentionPlanRequest
     from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
+    from paged_trt.plugins.operands import StepShape
 
-    arch = compile_arch(cuda.device_arch() if cuda.driver_available() else PROBE_ARCH)
-    for path in KernelPath:
-        key = KernelKey(
-            path=path,
-            arch=arch,
-            activation_dtype=DType.FLOAT16,
-            kv_cache_dtype=DType.FLOAT16,
-            head_dim=64,
-            value_head_dim=64,
-            group_size=1,
-        )
-        build = build_of(key)
+    arch = cuda.device_arch() if cuda.driver_available() else PROBE_ARCH
+    layer = AttentionSpec(
+        num_q_heads=1, num_kv_heads=1, head_dim=64, value_head_dim=64, softmax_scale=0.125
+    )
+    request = AttentionPlanRequest(
+        arch=arch,
+        attention=layer,
+        activation_dtype=DType.FLOAT16,
+        kv_cache_dtype=DType.FLOAT16,
+        step=StepShape(num_tokens=1, num_seqs=1, table_width=1),
+    )
+    # Not every architecture has every kernel.
+    builds = [build_of(key) for key in warm_keys(request)]
+    for build in builds:
         cuda.compile_cubin(
             f'#include "{build.source}"\n',
-            arch=arch,
+            arch=compile_arch(arch),
             name_expressions=[build.name_expression],
             include_directories=[KERNEL_DIRECTORY],
         )
     return {
         "nvrtc": cuda.nvrtc_version(),
         "headers": [str(each) for each in cuda.cuda_headers()],
-        "arch": arch,
-        "kernels": len(KernelPath),
+        "arch": compile_arch(arch),
+        "kernels": len(builds),
     }
 
 
