@@ -16,6 +16,7 @@ from paged_trt.scripts.kernel_bench.cells import Cell, Family
 from paged_trt.scripts.kernel_bench.ours import OurKernels
 from paged_trt.scripts.kernel_bench.peers import (
     Peer,
+    PeerCalls,
     PeerData,
     PeerError,
     relative_error,
@@ -47,7 +48,8 @@ class Bench:
         all_plans: time every candidate of the planner too.
         show: gets one line per cell.
         failures: of each library in each group of cells.
-        checked: kinds of cells whose result was compared.
+        checked: what is wrong with the result in each kind of cells that was compared; empty where
+            it is right.
         is_interrupted: whether Ctrl-C ended `run`.
     """
 
@@ -62,7 +64,7 @@ class Bench:
     all_plans: bool = False
     show: Callable[[str], None] = lambda line: None
     failures: dict[tuple[str, Family, str], int] = dataclasses.field(default_factory=dict)
-    checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    checked: dict[tuple[Any, ...], str] = dataclasses.field(default_factory=dict)
     is_interrupted: bool = False
 
     def run(self, cells: Sequence[Cell], *, limit_s: float | None = None) -> tuple[list[Row], str]:
@@ -130,7 +132,7 @@ class Bench:
             try:
                 calls = peer.prepare(data)
                 self.graphs.run(calls.calls[0])
-                if wrong := self._check(peer.name, data, calls.output):
+                if wrong := self._check(peer.name, data, calls):
                     errors[peer.name] = wrong
                     continue
                 found[peer.name] = measure(self.graphs, calls.calls, replays=5, estimate=estimate)
@@ -150,26 +152,25 @@ class Bench:
 
     def _check_ours(self, cell: Cell) -> str:
         """Compare our result with float32; what is wrong, or nothing."""
-        if self.our_error is None or not self._is_checkable("ours", cell):
-            return ""
-        return self._wrong("ours", cell, self.our_error(cell))
+        our_error = self.our_error
+        return "" if our_error is None else self._wrong("ours", cell, lambda: our_error(cell))
 
-    def _check(self, name: str, data: PeerData, output: Callable[[], Any]) -> str:
-        if not self._is_checkable(name, data.cell):
-            return ""
-        return self._wrong(name, data.cell, self.error_of(data, output(), turn=0))
+    def _check(self, name: str, data: PeerData, calls: PeerCalls) -> str:
+        return self._wrong(name, data.cell, lambda: self.error_of(data, calls.output(), turn=0))
 
-    def _wrong(self, name: str, cell: Cell, error: float) -> str:
-        self.checked.add(_kind(name, cell))
-        allowed = ALLOWED_ERROR[cell.kv]
-        if error <= allowed:
-            return ""
-        return f"its result is off by {error:.2g} of its norm, {allowed} is allowed"
-
-    def _is_checkable(self, name: str, cell: Cell) -> bool:
+    def _wrong(self, name: str, cell: Cell, error_of: Callable[[], float]) -> str:
+        """What is wrong with the results in this kind of cells; nothing where none was compared."""
+        kind = _kind(name, cell)
         is_small = sum(cell.sizes.kv_lens) <= MOST_CHECKED
-        is_new = _kind(name, cell) not in self.checked
-        return cell.family is not Family.APPEND and is_small and is_new
+        if kind not in self.checked and cell.family is not Family.APPEND and is_small:
+            error, allowed = error_of(), ALLOWED_ERROR[cell.kv]
+            is_right = error <= allowed  # NaN is not
+            self.checked[kind] = (
+                ""
+                if is_right
+                else (f"its result is off by {error:.2g} of its norm, {allowed} is allowed")
+            )
+        return self.checked.get(kind, "")
 
     def _require_device(self, cause: Exception) -> None:
         """Find out whether the device still works after a failure.
