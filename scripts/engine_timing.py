@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paged_trt.plugins.device import Stream, kept_device
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
+from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.session import Session
@@ -159,15 +160,23 @@ def time_steps(
 def fill(session: Session, cell: Cell, num_steps: int) -> list[int]:
     """Admit the sequences of a cell and prefill them; none ends in the steps to come."""
     random = np.random.default_rng(0)
-    vocabulary = session.executor.spec.vocab_size
+    spec = session.executor.spec
+    new_tokens = num_steps + 2 + fill_steps(spec, cell)
     ids = [
-        session.add(random.integers(0, vocabulary, cell.kv_len).tolist(), num_steps + 2)
+        session.add(random.integers(0, spec.vocab_size, cell.kv_len).tolist(), new_tokens)
         for _ in range(cell.batch)
     ]
     sampled: set[int] = set()
     while len(sampled) < cell.batch:
         sampled |= {result.sequence_id for result in session.step()}
     return ids
+
+
+def fill_steps(spec: EngineSpec, cell: Cell) -> int:
+    """Most steps that the prompts of a cell take; the first sequences decode in them already."""
+    if cell.batch == 1:
+        return 0
+    return -(-cell.batch * cell.kv_len // max(1, spec.max_num_tokens - cell.batch + 1))
 
 
 def _decode(session: Session, timed: TimedExecutor, num_steps: int) -> list[float]:
