@@ -71,30 +71,30 @@ def probe_kernels() -> Probe:
     from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
     from paged_trt.plugins.operands import StepShape
 
-    arch = cuda.device_arch() if cuda.driver_available() else PROBE_ARCH
-    layer = AttentionSpec(
+    device = cuda.device_arch() if cuda.driver_available() else PROBE_ARCH
+    arch = compile_arch(device)
+    heads = AttentionSpec(
         num_q_heads=1, num_kv_heads=1, head_dim=64, value_head_dim=64, softmax_scale=0.125
     )
     request = AttentionPlanRequest(
-        arch=arch,
-        attention=layer,
+        arch=device,
+        attention=heads,
         activation_dtype=DType.FLOAT16,
         kv_cache_dtype=DType.FLOAT16,
         step=StepShape(num_tokens=1, num_seqs=1, table_width=1),
     )
-    # Not every architecture has every kernel.
     builds = [build_of(key) for key in warm_keys(request)]
     for build in builds:
         cuda.compile_cubin(
             f'#include "{build.source}"\n',
-            arch=compile_arch(arch),
+            arch=arch,
             name_expressions=[build.name_expression],
             include_directories=[KERNEL_DIRECTORY],
         )
     return {
         "nvrtc": cuda.nvrtc_version(),
         "headers": [str(each) for each in cuda.cuda_headers()],
-        "arch": compile_arch(arch),
+        "arch": arch,
         "kernels": len(builds),
     }
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.device import Stream, kept_device
-from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.errors import ConfigError, ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.engine import load_engine, open_plan
@@ -161,9 +161,15 @@ def fill(session: Session, cell: Cell, num_steps: int) -> list[int]:
     """Admit the sequences of a cell and prefill them; none ends in the steps to come."""
     random = np.random.default_rng(0)
     spec = session.executor.spec
-    new_tokens = num_steps + 2 + fill_steps(spec, cell)
+    # The first ones may decode in the steps that prefill the last ones: as many as there is room.
+    room = spec.pool.max_kv_cache_capacity - cell.kv_len
+    if room < num_steps + 2:
+        raise ConfigError(
+            f"{cell.kv_len} tokens and {num_steps + 2} new ones do not fit "
+            f"max_kv_cache_capacity={spec.pool.max_kv_cache_capacity}; take a shorter cell"
+        )
     ids = [
-        session.add(random.integers(0, spec.vocab_size, cell.kv_len).tolist(), new_tokens)
+        session.add(random.integers(0, spec.vocab_size, cell.kv_len).tolist(), room)
         for _ in range(cell.batch)
     ]
     sampled: set[int] = set()
