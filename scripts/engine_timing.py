@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paged_trt.plugins.device import Stream, kept_device
 from paged_trt.plugins.errors import ConfigError, ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
+from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.session import Session
@@ -175,6 +176,13 @@ def fill(session: Session, cell: Cell, num_steps: int) -> list[int]:
     while len(sampled) < cell.batch:
         sampled |= {result.sequence_id for result in session.step()}
     return ids
+
+
+def fill_steps(spec: EngineSpec, cell: Cell) -> int:
+    """Most steps that the prompts of a cell take; the first sequences decode in them already."""
+    if cell.batch == 1:
+        return 0
+    return -(-cell.batch * cell.kv_len // max(1, spec.max_num_tokens - cell.batch + 1))
 
 
 def _decode(session: Session, timed: TimedExecutor, num_steps: int) -> list[float]:

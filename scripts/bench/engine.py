@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 import statistics
@@ -26,6 +27,7 @@ from paged_trt.scripts.engine_timing import (
     KernelTimes,
     StepTimes,
     Times,
+    fill_steps,
     time_kernels,
     time_steps,
 )
@@ -145,12 +147,17 @@ def default_cells(spec: EngineSpec, steps: int) -> list[Cell]:
             f"`--steps` {steps} leaves no room for a prompt in max_kv_cache_capacity="
             f"{spec.pool.max_kv_cache_capacity}; pass fewer steps"
         )
-    batches = dict.fromkeys((1, spec.pool.max_batch_size))
-    return [Cell(batch=batch, kv_len=length) for batch in batches]
+    cells = [
+        Cell(batch=batch, kv_len=length) for batch in dict.fromkeys((1, spec.pool.max_batch_size))
+    ]
+    return [
+        dataclasses.replace(cell, kv_len=max(1, min(length, room - fill_steps(spec, cell))))
+        for cell in cells
+    ]
 
 
 def _require_fits(spec: EngineSpec, cell: Cell, steps: int) -> None:
-    total = cell.kv_len + steps + WARM_UP_STEPS + 2
+    total = cell.kv_len + steps + WARM_UP_STEPS + 2 + fill_steps(spec, cell)
     for name, value, limit in (
         ("sequences", cell.batch, spec.pool.max_batch_size),
         ("prompt tokens", cell.kv_len, spec.max_input_len),
