@@ -60,18 +60,18 @@ class JitCache:
         """Write the file where the cache has grown; one that cannot be written is logged once."""
         if self._cache is None or not self._is_kept:
             return
-        held = self._cache.serialize()
-        if held is None:  # RTX has logged why.
-            return
-        data = bytes(memoryview(held))
-        digest = hashlib.sha256(data).hexdigest()
-        if digest == self._saved:
-            return
         try:
-            write_checked(self._path(), data)
-        except OSError as error:
+            held = self._cache.serialize()
+            # None where RTX has logged why.
+            if held is not None:
+                self._write(bytes(memoryview(held)))
+        except Exception as error:  # whatever it is, the step that just ran is worth more
             self._give_up(error)
-        else:
+
+    def _write(self, data: bytes) -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != self._saved:
+            write_checked(self._path(), data)
             self._saved = digest
 
     def _load(self) -> bool:
@@ -96,7 +96,7 @@ class JitCache:
         require_private(directory)
         return directory / self._name
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Without a file the cache still serves the contexts of this process."""
         self._is_kept = False
         _LOG.warning(

@@ -121,6 +121,25 @@ def test_a_directory_that_others_may_write_is_not_read(
     assert opened(tmp_path)[1].held == b"machine code"
 
 
+@pytest.mark.parametrize("problem", [RuntimeError("no device"), OSError("disk full")])
+def test_a_cache_that_cannot_be_kept_costs_one_line_and_no_step(
+    problem: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache, kernels = opened(tmp_path)
+
+    def fail() -> bytes:
+        raise problem
+
+    monkeypatch.setattr(kernels, "serialize", fail)
+    cache.save()
+    cache.save()
+    assert caplog.text.count(str(problem)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_full_tensorrt_has_no_such_cache(tmp_path: Path) -> None:
     class Plain:
         def create_runtime_config(self) -> object:
