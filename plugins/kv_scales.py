@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +11,7 @@ import numpy.typing as npt
 
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.files import write_bytes
 from paged_trt.plugins.tensors import kv_scales_name
 
 Array = npt.NDArray[Any]
@@ -59,15 +58,7 @@ def write_scales_file(
     import safetensors.numpy
 
     data = safetensors.numpy.save(dict(scales), metadata=dict(metadata))
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        Path(staged).chmod(0o644)
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
+    write_bytes(path, data)
 
 
 def require_scales(

@@ -8,9 +8,7 @@ order of the tokens. An engine that carries its pools from step to step must agr
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +20,7 @@ from onnx import helper, numpy_helper
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.files import write_bytes
 from paged_trt.plugins.manifest import MODEL_FILE
 from paged_trt.plugins.onnx_tensors import model_tensors
 from paged_trt.plugins.tensors import (
@@ -77,11 +76,7 @@ def write_recompute_model(
         for location in sorted(_external_files(model)):
             shutil.copyfile(file.parent / location, target / location)
     path = target / MODEL_FILE
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=target)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(model.SerializeToString())
-    Path(staged).chmod(0o644)
-    Path(staged).replace(path)
+    write_bytes(path, model.SerializeToString())
     return path
 
 

@@ -7,8 +7,6 @@ writes it while it runs; `paged-trt run --record` does that, `paged-trt inspect 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy.typing as npt
 import pydantic
 
 from paged_trt.plugins.errors import ManifestError
+from paged_trt.plugins.files import write_text
 from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, KvPoolSpec
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.page_table import PageTable
@@ -183,19 +182,11 @@ class SessionRecorder:
             fullest=self._fullest,
             latest=self._latest,
         )
-        descriptor, staged = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(json.dumps(record.model_dump(mode="json")) + "\n")
-            Path(staged).chmod(0o644)
-            Path(staged).replace(self._path)
-        except BaseException:
-            Path(staged).unlink(missing_ok=True)
-            raise
+        write_text(self._path, json.dumps(record.model_dump(mode="json")) + "\n")
 
     def _noted(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(inputs: StepInputs, *arguments: Any, **options: Any) -> Any:
-            result = step(inputs, *arguments, **options)
+        def run(inputs: StepInputs, *rest: Any, **options: Any) -> Any:
+            result = step(inputs, *rest, **options)
             if self.take is not None:
                 self._note(_with_tokens(self.take(), inputs))
             return result

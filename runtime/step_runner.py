@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.errors import ExecutionError
-from paged_trt.plugins.tensors import LogitsMode
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.sampler import checked_tokens, greedy, sample, top_logprobs
 from paged_trt.runtime.scheduler import StepPlan
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
+from paged_trt.runtime.step_sampling import last_token_logits
 
 
 class Sampled(NamedTuple):
@@ -70,17 +69,13 @@ class StepRunner:
         inputs = self._builder.build(plan, self._batch.table)
         rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
         sequences = [plan.segments[row].sequence for row in rows]
-        sampled = self._sampled(plan, inputs, rows, sequences)
+        sampled = self._sampled(inputs, rows, sequences)
         for segment in plan.segments:
             self._batch.advance(segment.sequence, segment.end)
         return sampled
 
     def _sampled(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        rows: list[int],
-        sequences: list[LiveSequence],
+        self, inputs: StepInputs, rows: list[int], sequences: list[LiveSequence]
     ) -> list[Sampled]:
         """Run the model; the logits stay on the device where nobody needs them."""
         executor, vocab_size = self._executor, self._spec.vocab_size
@@ -90,7 +85,7 @@ class StepRunner:
                 return [Sampled(*pair) for pair in zip(sequences, tokens, strict=True)]
             if executor.samples_on_device:
                 return self._drawn(inputs, rows, sequences)
-        logits = self._last_rows(plan, inputs, executor.step(inputs))
+        logits = last_token_logits(executor, inputs, executor.step(inputs))
         return _sample(sequences, logits if len(rows) == len(logits) else logits[rows])
 
     def _drawn(
@@ -111,23 +106,6 @@ class StepRunner:
                 sequences, tokens.tolist(), logprobs.tolist(), strict=True
             )
         ]
-
-    def _last_rows(
-        self, plan: StepPlan, inputs: StepInputs, logits: npt.NDArray[Any]
-    ) -> npt.NDArray[Any]:
-        """Logits `[len(plan.segments), vocab_size]` of the last token of each segment."""
-        spec = self._spec
-        is_last = spec.logits_mode is LogitsMode.LAST
-        rows = len(inputs.past_lens) if is_last else len(inputs.input_ids)
-        if logits.shape != (rows, spec.vocab_size):
-            raise ExecutionError(
-                f"the {self._executor.name} executor gave logits of shape "
-                f"{list(logits.shape)}, expected {[rows, spec.vocab_size]}; "
-                "rebuild the engine with `paged-trt build`"
-            )
-        if is_last:
-            return logits[: len(plan.segments)]
-        return logits[inputs.query_start_offsets[1 : len(plan.segments) + 1] - 1]
 
 
 def _needs_logits(sequence: LiveSequence) -> bool:

@@ -295,20 +295,22 @@ class TensorRtExecutor:
         """A copy of pages of a pool, `[len(pages), num_kv_heads, 128, head_dim]`.
 
         Raises:
-            ExecutionError: the device failed, or the executor is closed.
+            ExecutionError: the device failed, another thread's step runs, or the executor is
+                closed.
         """
-        with self._device.current():
-            return download_pages(self._stream, self._spec, name, self._address(name), pages)
+        with self._alone():
+            return download_pages(self._stream, self._spec, name, self._pools[name], pages)
 
     def fill_pools(self, byte: int) -> None:
         """Set every byte of every pool.
 
         Raises:
-            ExecutionError: the device failed, or the executor is closed.
+            ExecutionError: the device failed, another thread's step runs, or the executor is
+                closed.
         """
-        with self._device.current():
-            for layer in layer_pools(self._spec):
-                self._stream.fill(self._address(layer.key_name), layer.num_bytes, byte=byte)
+        with self._alone():
+            for pair in layer_pools(self._spec):
+                self._stream.fill(self._pools[pair.key_name], pair.num_bytes, byte=byte)
             self._stream.synchronize()
 
     def close(self) -> None:
@@ -361,11 +363,6 @@ class TensorRtExecutor:
         self._num_steps += 1
         return step
 
-    def _address(self, name: str) -> int:
-        if self._problem is not None:
-            raise ExecutionError(f"{self._problem}; load the engine again")
-        return self._fixed[name][0]
-
     def _work_meanwhile(self) -> None:
         work, self._meanwhile = self._meanwhile, None
         if work is not None:
@@ -404,6 +401,7 @@ class TensorRtExecutor:
     def _recover(self, error: BaseException) -> None:
         """After a failed step: an idle stream, or the end of this executor."""
         self._buffers.forget_table()
+        self._meanwhile = None
         try:
             self._stream.synchronize()
         except ExecutionError as lost:

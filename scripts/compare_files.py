@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from paged_trt.plugins.errors import ConfigError, PackageMissingError
+from paged_trt.plugins.errors import PackageMissingError
+from paged_trt.plugins.files import write_bytes, write_text
 from paged_trt.plugins.version import version
 from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.differences import HISTOGRAM_EDGES
 from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.scripts import compare_table
 from paged_trt.scripts.error_output import printable
-from paged_trt.scripts.files import write_bytes, write_text
+from paged_trt.scripts.files import require_writable
 
 _TEMPLATE: Final = "compare_report.html"
 _DOTS_PER_INCH: Final = 110
@@ -48,13 +49,7 @@ class ReportFiles:
                 where a package is not installed.
         """
         for field in dataclasses.fields(self):
-            path: Path | None = getattr(self, field.name)
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{path.parent} is no directory; create it first")
-            if path is not None and path.is_dir():
-                raise ConfigError(
-                    f"{path} is a directory; pass the name of a file to `--{field.name}`"
-                )
+            require_writable(getattr(self, field.name), option=f"--{field.name}")
         needed = [
             *(["matplotlib.figure"] if self.html or self.png else []),
             *(["jinja2"] if self.html else []),

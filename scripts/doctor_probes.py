@@ -62,24 +62,29 @@ def probe_tensorrt() -> Probe:
 def probe_kernels() -> Probe:
     """Compiler, headers, and our own kernels compiled for the device that is here."""
     from paged_trt.plugins import cuda
+    from paged_trt.plugins.attention import AttentionSpec
     from paged_trt.plugins.dtypes import DType
     from paged_trt.plugins.launch.compiler import compile_arch
+    from paged_trt.plugins.launch.dispatch import warm_keys
     from paged_trt.plugins.launch.loaded import build_of
-    from paged_trt.plugins.launch.registry import KernelKey, KernelPath
+    from paged_trt.plugins.launch.requests import AttentionPlanRequest
     from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
+    from paged_trt.plugins.operands import StepShape
 
-    arch = compile_arch(cuda.device_arch() if cuda.driver_available() else PROBE_ARCH)
-    for path in KernelPath:
-        key = KernelKey(
-            path=path,
-            arch=arch,
-            activation_dtype=DType.FLOAT16,
-            kv_cache_dtype=DType.FLOAT16,
-            head_dim=64,
-            value_head_dim=64,
-            group_size=1,
-        )
-        build = build_of(key)
+    device = cuda.device_arch() if cuda.driver_available() else PROBE_ARCH
+    arch = compile_arch(device)
+    heads = AttentionSpec(
+        num_q_heads=1, num_kv_heads=1, head_dim=64, value_head_dim=64, softmax_scale=0.125
+    )
+    request = AttentionPlanRequest(
+        arch=device,
+        attention=heads,
+        activation_dtype=DType.FLOAT16,
+        kv_cache_dtype=DType.FLOAT16,
+        step=StepShape(num_tokens=1, num_seqs=1, table_width=1),
+    )
+    builds = [build_of(key) for key in warm_keys(request)]
+    for build in builds:
         cuda.compile_cubin(
             f'#include "{build.source}"\n',
             arch=arch,
@@ -90,7 +95,7 @@ def probe_kernels() -> Probe:
         "nvrtc": cuda.nvrtc_version(),
         "headers": [str(each) for each in cuda.cuda_headers()],
         "arch": arch,
-        "kernels": len(KernelPath),
+        "kernels": len(builds),
     }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.device import Stream, kept_device
-from paged_trt.plugins.errors import ExecutionError
+from paged_trt.plugins.errors import ConfigError, ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.executor import Executor, StepInputs
@@ -111,10 +111,10 @@ class TimedExecutor:
         logits: npt.NDArray[Any] = self._timed(self._executor.step)(inputs)
         return logits
 
-    def _timed(self, step: Callable[[StepInputs], Any]) -> Callable[[StepInputs], Any]:
-        def run(inputs: StepInputs) -> Any:
+    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(inputs: StepInputs, *rest: Any, **options: Any) -> Any:
             begin = time.perf_counter()
-            result = step(inputs)
+            result = step(inputs, *rest, **options)
             took = MICROSECONDS * (time.perf_counter() - begin)
             is_decode = len(inputs.input_ids) == len(inputs.past_lens)
             (self.decode if is_decode else self.prefill).append(took)
@@ -137,7 +137,8 @@ def time_steps(
     """
     timed = TimedExecutor(load_engine(engine_dir, executor, device=device))
     prefills, session_times = [], []
-    with Session(timed) as session:
+    # The second round has the prompts of the first.
+    with Session(timed, reuses_prefixes=False) as session:
         for _ in range(2):
             # The first round compiles and captures; its prefill does not count.
             timed.prefill.clear()
@@ -158,9 +159,16 @@ def time_steps(
 def fill(session: Session, cell: Cell, num_steps: int) -> list[int]:
     """Admit the sequences of a cell and prefill them; none ends in the steps to come."""
     random = np.random.default_rng(0)
-    vocabulary = session.executor.spec.vocab_size
+    spec = session.executor.spec
+    # The first ones may decode in the steps that prefill the last ones: as many as there is room.
+    room = spec.pool.max_kv_cache_capacity - cell.kv_len
+    if room < num_steps + 2:
+        raise ConfigError(
+            f"{cell.kv_len} tokens and {num_steps + 2} new ones do not fit "
+            f"max_kv_cache_capacity={spec.pool.max_kv_cache_capacity}; take a shorter cell"
+        )
     ids = [
-        session.add(random.integers(0, vocabulary, cell.kv_len).tolist(), num_steps + 2)
+        session.add(random.integers(0, spec.vocab_size, cell.kv_len).tolist(), room)
         for _ in range(cell.batch)
     ]
     sampled: set[int] = set()
@@ -225,7 +233,8 @@ def _replay(
         return whole, ours_alone, tuple(str(each.plan) for each in ours)
 
 
-class _TakenError(Exception):
+# No Exception: the session would end the step with an error of its own.
+class _Taken(BaseException):
     """Carries the inputs of a decode step out of the session that made them."""
 
     def __init__(self, inputs: StepInputs) -> None:
@@ -242,28 +251,37 @@ class _Tap:
         self._executor = executor
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+        found = getattr(self._executor, name)
+        # Every way to run a step is one.
+        return self._tapped(found) if name.startswith("step_") else found
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
         """Run a prefill step.
 
         Raises:
-            _TakenError: it is a decode step.
+            _Taken: it is a decode step.
         """
-        if len(inputs.input_ids) == len(inputs.past_lens):
+        logits: npt.NDArray[Any] = self._tapped(self._executor.step)(inputs)
+        return logits
+
+    def _tapped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(inputs: StepInputs, *rest: Any, **options: Any) -> Any:
+            if len(inputs.input_ids) != len(inputs.past_lens):
+                return step(inputs, *rest, **options)
             # Views of buffers that the next step would overwrite.
             fields = {
                 each.name: getattr(inputs, each.name).copy() for each in dataclasses.fields(inputs)
             }
-            raise _TakenError(StepInputs(**fields))
-        return self._executor.step(inputs)
+            raise _Taken(StepInputs(**fields))
+
+        return run
 
 
 def _decode_inputs(session: Session, cell: Cell) -> StepInputs:
     try:
         fill(session, cell, WARM_UP_STEPS)
         session.step()
-    except _TakenError as taken:
+    except _Taken as taken:
         return taken.inputs
     raise ExecutionError("the session ran no decode step; pass a smaller `--cell`")
 

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from paged_trt.plugins.error_catalog import ErrorPage, pages
-from paged_trt.scripts.files import write_text
+from paged_trt.plugins.files import write_text
 from paged_trt.scripts.results import ROOT
 
 CATALOGUE: Final = ROOT / "plugins" / "errors.md"

@@ -15,7 +15,7 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import SpecMismatchError
 from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.plans import AUTO, PlanSource, parse_attention_plan
+from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.manifest import EngineManifest
 from paged_trt.plugins.operands import StepShape
@@ -23,11 +23,6 @@ from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.scripts.error_output import plain
 
 PROFILE_NAMES: Final = ("context (prefill)", "generation (decode)")
-_REASONS: Final = {
-    PlanSource.EXPLICIT: "`--attention-plan` of the build",
-    PlanSource.TUNED: "measured on this device",
-    PlanSource.HEURISTIC: "heuristic",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +55,7 @@ class StepPlan:
 
 
 def step_plans(manifest: EngineManifest, device: Device | None) -> list[StepPlan]:
-    """What the planner chooses for every (N, M) bucket of decode steps.
+    """What the planner chooses for every (N, M) bucket of decode steps where nothing was tuned.
 
     Args:
         manifest: of the engine.
@@ -90,8 +85,7 @@ def step_plans(manifest: EngineManifest, device: Device | None) -> list[StepPlan
                     table_width=width,
                     plan=str(planned.plan),
                     source=planned.source.value,
-                    # A planner may say more than who chose.
-                    reason=str(getattr(planned, "reason", "") or _REASONS[planned.source]),
+                    reason=planned.reason,
                 )
             )
     return plans

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from paged_trt.plugins.errors import PackageMissingError
+from paged_trt.plugins.files import write_bytes
 from paged_trt.runtime.snapshot import PoolSnapshot, SessionRecord
 
 MAX_COLUMNS: Final = 64
@@ -39,15 +39,9 @@ def write_picture(record: SessionRecord, path: Path) -> None:
     _draw_pool(pool, snapshot, owners)
     _draw_rows(rows, snapshot, owners)
     _draw_time(time, record)
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    try:
-        figure.savefig(staged, format="png", dpi=110)
-        Path(staged).chmod(0o644)
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    write_bytes(path, buffer.getvalue())
 
 
 def _owners(snapshot: PoolSnapshot) -> dict[int, list[int]]:

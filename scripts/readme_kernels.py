@@ -16,18 +16,21 @@ _HEAD: Final = (
     "| heads and lengths | MB | ours, us | of ceiling | best other | us | ours / other | plan |",
     "|---|---|---|---|---|---|---|---|",
 )
+_SHOWN: Final = 9
+"""Rows that are seen without a click: those of the tables in the project's targets come first."""
 Row = dict[str, Any]
 
 
 def kernel_table(files: list[tuple[str, Results]], *, pictures: Path) -> str:
-    """The newest file of a kind: what it says in a sentence, a picture, and every cell.
+    """The newest file of a kind: what it says in a sentence, its first cells, a picture, all cells.
 
     Args:
         files: names and contents; the day counts, then the number of the run in the name.
         pictures: folder that may hold a picture beside each file.
     """
     name, results = max(files, key=_when)
-    lines = [_summary(name, results), ""]
+    rows = [_line(row) for row in results.rows]
+    lines = [_summary(name, results), "", *_HEAD, *rows[:_SHOWN], ""]
     lost = [row for row in results.rows if row.get("ratio_to_best_peer", 0.0) > 1.0]
     if lost:
         words = "; ".join(
@@ -41,8 +44,7 @@ def kernel_table(files: list[tuple[str, Results]], *, pictures: Path) -> str:
             "",
         ]
     lines += [f"<details><summary>All {len(results.rows)} cells</summary>", "", *_HEAD]
-    lines += [_line(row) for row in results.rows]
-    lines += ["", f"Method: {results.method}.", *_notes(results), "", "</details>"]
+    lines += [*rows, "", f"Method: {results.method}.", *_notes(results), "", "</details>"]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pydantic
 
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.scripts.files import write_text
+from paged_trt.plugins.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from paged_trt.plugins.errors import BuildError
+from paged_trt.plugins.files import write_text
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
-from paged_trt.scripts.files import write_text
 from paged_trt.scripts.results import ROOT
 
 RECORDING: Final = ROOT / "scripts" / "figures" / "terminal.svg"

@@ -16,6 +16,7 @@ from rich.table import Table
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.files import write_text
 from paged_trt.plugins.kv import pages_for_tokens
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.precompile import start_compiling
@@ -26,7 +27,7 @@ from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.plugins.operands import StepShape
 from paged_trt.scripts.error_output import plain
-from paged_trt.scripts.files import require_writable, write_text
+from paged_trt.scripts.files import require_writable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

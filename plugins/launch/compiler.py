@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ import filelock
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.cuda import Cubin
+from paged_trt.plugins.files import PRIVATE_MODE, write_bytes
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY, closure_sha256
 
 CACHE_VARIABLE: Final = "PAGED_TRT_CACHE_DIR"
@@ -181,14 +181,7 @@ def write_checked(path: Path, body: bytes) -> None:
         OSError: it cannot be written; nothing is left of it.
     """
     data = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.stem[:16]}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
+    write_bytes(path, data, mode=PRIVATE_MODE)
 
 
 def read_checked(path: Path) -> bytes | None:

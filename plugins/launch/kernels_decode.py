@@ -219,7 +219,7 @@ class CallAddresses:
         operands: address of each operand, in the order of `Operand`.
         token_strides: elements between two token rows of query, key and value.
         output: address of output 0, dense token rows.
-        workspace: address of `split_workspace_bytes` bytes; 0 for a direct decode.
+        workspace: address of `plan_workspace_bytes` bytes; 0 where the plan needs none.
     """
 
     operands: tuple[int, ...]

@@ -84,7 +84,7 @@ def grid_of(
         kernel: the kernel.
         step: T, N and M.
         num_kv_heads: key heads of the layer.
-        partitions: of a split decode; 1 otherwise.
+        partitions: `plan_blocks` of a decode plan; 1 otherwise.
         plan: of the step; that of a prefill may say how many blocks there are.
     """
     key = kernel.key

@@ -1,6 +1,6 @@
 """How many partitions of a split decode have work, for a sequence of a given length.
 
-The grid is sized from shapes by `kernels_decode.split_partitions`; on the device each sequence
+The grid is sized from shapes by `workspace.split_partitions`; on the device each sequence
 counts its own partitions from its length, as `kernels/partitions.cuh` does and as this says.
 """
 

@@ -163,7 +163,8 @@ def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
     columns = num_seqs * block_columns(attention)
     pages = visible_pages(request)
     tokens = tokens_in_pages(pages)
-    if num_seqs > 1 and tokens > UNEVEN_TOKENS:
+    # It has two partials for each block, however few pages there are, and the bound counts pages.
+    if num_seqs > 1 and tokens > UNEVEN_TOKENS and _fits(Balanced(), request):
         return Balanced()
     if columns >= FULL_FACTOR * multiprocessors(request):
         return Direct()

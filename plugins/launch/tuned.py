@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -23,6 +22,7 @@ import filelock
 import pydantic
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.files import PRIVATE_MODE, write_text
 from paged_trt.plugins.launch.compiler import cache_directory, require_private
 from paged_trt.plugins.launch.plans import AttentionPlan, parse_attention_plan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -294,13 +294,5 @@ def _difference(found: _TunedFile, target: TuningTarget) -> str | None:
 
 
 def _write(path: Path, content: _TunedFile) -> None:
-    """Write beside its place, then rename: a reader never sees half of it."""
     text = json.dumps(content.model_dump(mode="json"), indent=1)
-    descriptor, staged = tempfile.mkstemp(prefix=".tuned.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
+    write_text(path, text + "\n", mode=PRIVATE_MODE)

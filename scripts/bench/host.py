@@ -71,7 +71,7 @@ def command(
     timed = TimedExecutor(load_engine(engine_dir, executor, device=device))
     prompts = _prompts(manifest.spec.vocab_size, batch, prompt_len)
     row = _measure(manifest, timed, prompts, new_tokens=new_tokens, steps=steps)
-    gpu, driver = gpu_and_driver()
+    gpu, driver = gpu_and_driver(device)
     results = Results(
         kind="host",
         commit=commit(),

@@ -86,15 +86,14 @@ class Cell:
     def bytes(self) -> int:
         """Bytes that must move, each once.
 
-        Decode: visible keys and values. Append: new keys and values, read and written, and with
-        rope the queries too. Prefill: keys, values, queries and output.
+        Decode: visible keys and values. Append: new keys and values, read and written; queries
+        are rotated where attention reads them. Prefill: keys, values, queries and output.
         """
         attention, tokens = self.attention, sum(self.sizes.query_lens)
         token_bytes = attention.kv_elements * self.kv.itemsize
         query_bytes = tokens * attention.num_q_heads * self.head_dim * BF16.itemsize
         if self.family is Family.APPEND:
-            new = tokens * attention.kv_elements * (BF16.itemsize + self.kv.itemsize)
-            return new + (2 * query_bytes if self.rope else 0)
+            return tokens * attention.kv_elements * (BF16.itemsize + self.kv.itemsize)
         keys = sum(
             keys if self.window == FULL_WINDOW else min(keys, self.window + query - 1)
             for query, keys in zip(self.sizes.query_lens, self.sizes.kv_lens, strict=True)

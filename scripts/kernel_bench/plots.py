@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from paged_trt.plugins.errors import UnsupportedError
+from paged_trt.plugins.files import write_bytes
 from paged_trt.scripts.kernel_bench.report import best_peer
 from paged_trt.scripts.results import Results
 
@@ -57,7 +56,7 @@ def draw(results: Results, path: Path) -> None:
     buffer = io.BytesIO()
     # No date and no version: the same results give the same bytes.
     figure.savefig(buffer, dpi=DOTS_PER_INCH, format="png", metadata={"Software": None})
-    _write(path, buffer.getvalue())
+    write_bytes(path, buffer.getvalue())
 
 
 def _bandwidth(axes: Any, results: Results) -> None:
@@ -116,16 +115,3 @@ def _point(kind: str, row: dict[str, Any], microseconds: float) -> tuple[float, 
     if kind == "prefill":
         return row["flops"] / row["bytes"], row["flops"] / microseconds / 1e6
     return row["bytes"] / 1e6, row["bytes"] / microseconds / 1e3
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write beside the place, then rename."""
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        Path(staged).chmod(0o644)
-        Path(staged).replace(path)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise

@@ -98,6 +98,8 @@ def lengths_of(row: Mapping[str, Any]) -> str:
         total = sum(row["kv_lens"])
         return f"{row['batch']} x {min(row['kv_lens'])} to {max(row['kv_lens'])}, sum {total}"
     new, keys = row["query_len"], row["kv_len"]
+    if row.get("plan") == "append":
+        return f"{row['batch']} x {new} new"
     if new == 1:
         return f"{row['batch']} x {keys}"
     return f"{row['batch']} x {new}" + ("" if new == keys else f" on {keys}")

@@ -110,6 +110,7 @@ def a_device(*, warm: bool = False) -> Iterator[None]:
         stack.enter_context(patch(tensorrt_loader, "kept_device", lambda _: device))
         if not warm:
             stack.enter_context(patch(tensorrt_loader, "warm_kernels"))
+            stack.enter_context(patch(tensorrt_loader, "load_sampling_kernel"))
         yield
 
 

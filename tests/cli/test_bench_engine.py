@@ -15,6 +15,8 @@ from paged_trt.plugins.device import Device
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.dispatch import PreparedStep
 from paged_trt.plugins.launch.plans import Direct
+from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.scripts import engine_timing
 from paged_trt.scripts.bench.engine import kernel_columns
@@ -38,9 +40,17 @@ def engine(model: Path) -> Path:
     return write_engine_dir(model, model.parents[1] / "engine", **limits)
 
 
+@pytest.mark.parametrize("draws_on_device", [False, True])
 def test_a_cpu_measures_and_says_what(
-    model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    draws_on_device: bool,
+    model: Path,
+    engine: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A TensorRT engine draws its tokens where the logits are: another way to run a step.
+    monkeypatch.setattr(ReferenceExecutor, "samples_on_device", draws_on_device)
     output = tmp_path / "engine.json"
     words = ["--executor=reference", "--steps=3", "--model", str(model), "-o", str(output)]
     assert main(["bench", "engine", str(engine), *words]) == 0
@@ -58,6 +68,25 @@ def test_a_cpu_measures_and_says_what(
         for values in (row, row["peers_us"]["onnxruntime_dense"]):
             assert 0 < values["decode_us_min"] <= values["decode_us"] <= values["decode_us_max"]
             assert values["prefill_us"] > 0
+
+
+def test_the_prefill_that_counts_runs_the_whole_prompt(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounds have the same prompts, and the second must find no page of the first."""
+    limits = {"max_batch_size": 1, "max_kv_cache_capacity": 300, "max_input_len": 260}
+    folder = write_engine_dir(model, tmp_path / "engine", **limits)
+    counts: list[int] = []
+    run = ReferenceExecutor.step
+
+    def step(self: ReferenceExecutor, inputs: StepInputs) -> Any:
+        counts.append(int(inputs.query_start_offsets[-1]))
+        return run(self, inputs)
+
+    monkeypatch.setattr(ReferenceExecutor, "step", step)
+    engine_timing.time_steps(folder, "reference", Cell(batch=1, kv_len=260), 2, device=0)
+    prefills = [count for count in counts if count > 1]
+    assert sum(prefills) == 2 * 260
 
 
 @pytest.mark.parametrize(
@@ -142,9 +171,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return found
 
 
+@pytest.mark.parametrize("draws_on_device", [False, True])
 def test_our_launches_are_replayed_with_without_and_alone(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    draws_on_device: bool, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(TensorRtExecutor, "samples_on_device", draws_on_device)
     seen = []
     original = engine_timing._time_replays
 

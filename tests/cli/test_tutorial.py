@@ -96,4 +96,6 @@ def test_every_command_of_the_tutorial_is_one() -> None:
     from paged_trt.scripts.cli import COMMANDS
 
     used = re.findall(r"^\$ paged-trt (\w+)", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(used) == set(COMMANDS)
+    # `serve` and `tune` run until they are ended or need a GPU.
+    assert set(used) <= set(COMMANDS)
+    assert {"explain", "build", "inspect", "run", "compare", "bench", "doctor"} <= set(used)

@@ -13,7 +13,6 @@ from paged_trt.plugins.errors import ExecutionError, ManifestError
 from paged_trt.runtime import snapshot as snapshots
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.reference_executor import ReferenceExecutor
-from paged_trt.runtime.requests import SamplingSpec
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.snapshot import SessionRecord, SessionRecorder, read_record
 from paged_trt.scripts.example_models.config import Dialect
@@ -72,35 +71,30 @@ def test_a_running_session_is_written_too(
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_steps_that_draw_on_a_device_are_recorded(
+def test_steps_that_draw_where_the_logits_are_count(
     engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As a TensorRT engine does in every step."""
+    expected = recorded(engine, tmp_path / "logits.json")
     monkeypatch.setattr(ReferenceExecutor, "samples_on_device", True)
-    path = tmp_path / "record.json"
-    recorder = SessionRecorder(load_engine(engine, "reference"), path, geometry_sha256="a")
-    with Session(recorder) as session:
-        recorder.take = session.snapshot
-        sampling = SamplingSpec(temperature=1.0, seed=1)
-        [generation] = session.generate([[1, 2]], 3, sampling=sampling)
-    assert len(generation.tokens) == 3
-    assert read_record(path).timeline[-1].step == 3
+    assert recorded(engine, tmp_path / "drawn.json") == expected
 
 
-def test_a_record_that_cannot_be_written_leaves_no_executor_open(
+def test_the_executor_is_closed_where_the_record_cannot_be_written(
     engine: Path, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
     executor = load_engine(engine, "reference")
-    path = tmp_path / "record.json"
-    recorder = SessionRecorder(executor, path, geometry_sha256="a")
+    recorder = SessionRecorder(executor, folder / "record.json", geometry_sha256="a")
     session = Session(recorder)
     recorder.take = session.snapshot
-    session.generate([[1, 2]], 1)
-    path.mkdir()
-    with pytest.raises(OSError, match="directory"):
+    session.generate([[1, 2, 3]], 2)
+    folder.rmdir()
+    with pytest.raises(OSError, match=r"record\.json"):
         session.close()
-    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
     with pytest.raises(ExecutionError, match="closed"):
-        executor.fill_pools(0)  # type: ignore[attr-defined]
+        executor.warm_up()
 
 
 def test_a_pipe_is_no_record(tmp_path: Path) -> None:

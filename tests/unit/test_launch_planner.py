@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -108,6 +109,16 @@ def test_no_step_passes_the_bound(
     )
     plan = planner.plan(request).plan
     assert plan_workspace_bytes(plan, request) <= planner.workspace_bytes(largest)
+
+
+@pytest.mark.parametrize("units", [None, 20, 132, 148, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_few_heads_of_few_sequences_stay_within_the_bound(kv_heads: int, units: int | None) -> None:
+    """A balanced decode leaves partials by block, and the bound counts them by page."""
+    for num_seqs, width in itertools.product((2, 3, 4, 8), (33, 40, 64, 128)):
+        request = make_request(num_seqs, width, kv_heads=kv_heads, units=units)
+        needed = plan_workspace_bytes(HEURISTIC.plan(request).plan, request)
+        assert needed <= HEURISTIC.workspace_bytes(request), (num_seqs, width)
 
 
 @given(requests())
