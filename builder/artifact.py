@@ -90,7 +90,7 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
 
 def _sibling(target: Path) -> Path:
     """A hidden path beside `target` that nobody has."""
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    return target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex}")
 
 
 def _flush(path: Path) -> None:

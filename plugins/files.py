@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -22,15 +22,17 @@ def write_bytes(path: Path, data: bytes, *, mode: int = PUBLIC_MODE) -> None:
     Raises:
         OSError: the file cannot be written; nothing is left of it.
     """
-    descriptor, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Named before it is made: an interrupt cannot come between the making and this block.
+    staged = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}")
     try:
+        # Until it is whole, nobody else may read it.
+        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
-        # mkstemp lets nobody else read it.
-        Path(staged).chmod(mode)
-        Path(staged).replace(path)
+        staged.chmod(mode)
+        staged.replace(path)
     except BaseException:
-        Path(staged).unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
 
 

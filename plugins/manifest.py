@@ -46,6 +46,8 @@ ENGINE_FILES: Final = (
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
 
 Sha256 = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Capability = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}\+?$")]
+"""A compute capability such as `9.0`; `8.0+` is that one and later ones."""
 FileName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
 
 
@@ -78,7 +80,7 @@ class BuildRecord(_Record):
     route: Literal["plugin", "gqa"]
     abi_version: int
     kernel_source_sha256: Sha256
-    compute_capabilities: tuple[str, ...]
+    compute_capabilities: tuple[Capability, ...]
     attention_plan: str | None
     float32_sums: bool = True
 

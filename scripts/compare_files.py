@@ -18,6 +18,7 @@ from paged_trt.runtime.compare import ComparisonReport
 from paged_trt.runtime.differences import HISTOGRAM_EDGES
 from paged_trt.runtime.same_model_report import SameModelReport
 from paged_trt.scripts import compare_table
+from paged_trt.scripts.error_output import printable
 from paged_trt.scripts.files import require_writable
 
 _TEMPLATE: Final = "compare_report.html"
@@ -153,7 +154,9 @@ def _draw_layers(axes: Any, reports: Sequence[SameModelReport], labels: Sequence
 
 
 def _label(report: ComparisonReport) -> str:
-    return f"{Path(report.engine).name} ({report.executor})"
+    # Between two dollars matplotlib reads a formula.
+    name = Path(report.engine).name.replace("$", r"\$")
+    return printable(f"{name} ({report.executor})")
 
 
 def _require_package(name: str) -> None:

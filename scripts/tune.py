@@ -21,7 +21,7 @@ from paged_trt.plugins.kv import pages_for_tokens
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.tuned import write_tuned
+from paged_trt.plugins.launch.tuned import require_tuned_place, write_tuned
 from paged_trt.plugins.launch.tuner import TimePlan, Tuning, engine_requests, tune_request
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.manifest import read_manifest
@@ -69,8 +69,8 @@ def _heads(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.command(name="tune")
 @click.argument("engine_dir", type=click.Path(path_type=Path), required=False)
 @click.option("--heads", callback=_heads, metavar="Q/KV", help="Without ENGINE_DIR: heads.")
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--value-head-dim", type=int, help="[default: head-dim]")
+@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--value-head-dim", type=click.IntRange(min=1), help="[default: head-dim]")
 @click.option("--window", type=int, default=FULL_WINDOW, help="Visible keys; all by default.")
 @click.option(
     "--dtype",
@@ -121,6 +121,7 @@ def command(
     from paged_trt.scripts.tune_device import keys_of, on_device, timing_source
 
     target = tuning_target(device)
+    require_tuned_place(target)
     requests = [on_device(request, target) for request in requests]
     start_compiling(
         key for request in requests for plan in candidates(request)

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -223,6 +224,23 @@ def read_tuned(target: TuningTarget, directory: Path | None = None) -> TunedPlan
     return TunedPlans(found.plans)
 
 
+def require_tuned_place(target: TuningTarget, directory: Path | None = None) -> Path:
+    """Refuse a directory that `write_tuned` would refuse, before minutes of timing are lost.
+
+    Returns:
+        The file of `tuned_path`, whose directory is there.
+
+    Raises:
+        OSError: its directory cannot be made or written, or others may write it.
+    """
+    path = tuned_path(target, directory)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(path.parent)
+    if not os.access(path.parent, os.W_OK):
+        raise OSError(f"{path.parent} cannot be written")
+    return path
+
+
 def write_tuned(
     plans: Iterable[TunedPlan], target: TuningTarget, directory: Path | None = None
 ) -> Path:
@@ -235,9 +253,7 @@ def write_tuned(
         OSError: it cannot be written, or others may write its directory.
         ConfigError: another process holds the file.
     """
-    path = tuned_path(target, directory)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_private(path.parent)
+    path = require_tuned_place(target, directory)
     try:
         with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
             kept = TunedPlans((*read_tuned(target, directory).all(), *plans)).all()

@@ -13,8 +13,10 @@ from rich.console import Console
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.launch.tuner import engine_requests
 from paged_trt.plugins.manifest import MANIFEST_FILE, SourceRecord
+from paged_trt.scripts import tune
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.tune import to_json, tune_all, tunings_table
@@ -43,6 +45,7 @@ def test_a_dry_run_shows_plans_reasons_and_candidates(
         (["--heads", "32"], "32/8"),
         (["--heads", "32/8", "--batch", "0", "--tokens", "1"], "positive"),
         (["--heads", "32/7", "--batch", "1", "--tokens", "1"], "num_kv_heads=7"),
+        ([*SHAPES, "--head-dim", "0"], "x>=1"),
         ([*SHAPES, "--json", "/no/such/folder/x.json"], "no directory"),
     ],
 )
@@ -51,6 +54,28 @@ def test_bad_words_are_refused(
 ) -> None:
     assert main(["tune", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_used_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TuningTarget(
+        gpu="none",
+        arch="sm_90",
+        num_multiprocessors=132,
+        driver="1",
+        kernels="ab" * 32,
+        compiler="13.0",
+    )
+    monkeypatch.setattr(tune, "tuning_target", lambda device: target)
+    monkeypatch.setattr(tune, "start_compiling", lambda keys: pytest.fail("it began"))
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("PAGED_TRT_CACHE_DIR", str(tmp_path))
+    assert main(["tune", *SHAPES]) == 3
+    assert "other users may write" in capsys.readouterr().err
+    monkeypatch.setenv("PAGED_TRT_CACHE_DIR", str(Path(__file__)))
+    assert main(["tune", *SHAPES]) == 3
+    assert "exists" in capsys.readouterr().err
 
 
 def test_engine_requests_are_the_buckets_of_every_different_layer() -> None:

@@ -19,8 +19,8 @@ from paged_trt.scripts.example_models.toy import write_toy
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PNG = b"\x89PNG\r\n\x1a\n"
-# A name that would be markup if it were not escaped.
-HOSTILE = "<img src=x>&amp;"
+# A name that would be markup, and a formula that cannot be read, if it were not escaped.
+HOSTILE = "<img src=x>&amp;$\\x$"
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def _manifest(files: dict[str, Any]) -> EngineManifest:
         route="plugin",
         abi_version=ABI_VERSION,
         kernel_source_sha256="0" * 64,
-        compute_capabilities=("sm80 and newer",),
+        compute_capabilities=("8.0+",),
         attention_plan=None,
     )
     source = SourceRecord(name="model.onnx", sha256="0" * 64, dialect="paged")
@@ -170,6 +170,8 @@ TAMPERINGS: list[tuple[str, Callable[[dict[str, Any]], object], type[PagedTrtErr
     ("unknown name", lambda d: d["spec"].update(extra=1), ManifestError),
     ("missing name", lambda d: d["spec"].pop("vocab_size"), ManifestError),
     ("flavour", lambda d: d["build"].update(flavor="other"), ManifestError),
+    ("capability", lambda d: d["build"].update(compute_capabilities=["sm80 and newer"]),
+     ManifestError),
     ("page size", lambda d: d["pool"].update(tokens_per_page=64), ManifestError),
     ("escape", lambda d: d["files"].update({"../x": {"sha256": "0" * 64, "size": 1}}),
      ManifestError),
