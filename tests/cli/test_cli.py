@@ -265,10 +265,14 @@ def test_a_prompt_that_is_no_text_is_refused(
 
 TOLD_TO_END = """
 import os
+import signal
 import sys
 from paged_trt.scripts.cli import end, main
 
 folder, number, *arguments = sys.argv[1:]
+# A test run that was started by nohup ignores SIGHUP, and a build would ignore it too.
+if int(number) == signal.SIGHUP:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def watch(event, details):
     # The first file that is written: the folder that must not stay is there by then.
