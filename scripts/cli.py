@@ -159,6 +159,9 @@ def _prepare_process() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Stop as Ctrl-C does: a build that is told to end leaves nothing half-written either."""
+    # A shell's background job ignores SIGINT; SIGTERM must end it all the same.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Workers of pytest-xdist report to the controller, which writes.
     if config.getoption("--gpu-matrix") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MatrixWriter(config.getoption("--gpu-matrix")))

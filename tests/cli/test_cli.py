@@ -273,6 +273,9 @@ folder, number, *arguments = sys.argv[1:]
 # A test run that was started by nohup ignores SIGHUP, and a build would ignore it too.
 if int(number) == signal.SIGHUP:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if int(number) == signal.SIGTERM:
+    # As in a background job of a shell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 def watch(event, details):
     # The first file that is written: the folder that must not stay is there by then.
