@@ -133,7 +133,7 @@ def run_tests(options: argparse.Namespace) -> int:
 def _one_thread_each() -> dict[str, str]:
     """Environment of pytest's workers: NumPy's float64 references with a thread each.
 
-    With a thread per core in each of 16 workers, 141 tests took 245 s; with one, 310 took 129 s.
+    A thread per core in each worker would be cores times workers of them.
     """
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**dict.fromkeys(names, "1"), **os.environ}
