@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -21,6 +20,7 @@ from paged_trt.plugins.errors import (
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.fair_lock import FairLock
 from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
@@ -100,7 +100,7 @@ class EngineCore:
             else bucketed_shapes,
         )
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._waiting = WaitingLine(max_waiting)
         self._ids = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -185,7 +185,8 @@ class EngineCore:
         Raises:
             SequenceError: every slot is taken, or `source` waits, prefills or has ended.
         """
-        with self._lock:
+
+        def make() -> LiveSequence:
             self.require_open()
             fork = source.copy(next(self._ids), deliver)
             fork.sampling = sampling or dataclasses.replace(source.sampling, seed=None)
@@ -194,14 +195,15 @@ class EngineCore:
             self.batch.fork(source, fork)
             return fork
 
+        return self._lock.run(make)
+
     def cancel(self, sequences: Iterable[LiveSequence]) -> None:
         """Drop sequences and free their pages; nothing to do for those that have ended.
 
         Nothing is delivered. A step that runs ends first.
         """
         self._waiting.drop(sequences)
-        with self._lock:
-            self._take_orders()
+        self._lock.run(self._take_orders)
 
     def step(self, *, meanwhile: Callable[[], None] | None = None) -> bool:
         """Run one step and deliver its results; False where no sequence is left to run.
@@ -218,16 +220,7 @@ class EngineCore:
             BaseException: what is no Exception, such as KeyboardInterrupt, after the sequences
                 of the step were ended.
         """
-        with self._lock:
-            self.require_open()
-            self._take_orders()
-            found = self._planner.next()
-            if found is None:
-                return bool(self._waiting)
-            if meanwhile is not None:
-                self.executor.during_next_step(meanwhile)
-            self._run(*found)
-            return True
+        return self._lock.run(lambda: self._step(meanwhile))
 
     @property
     def has_work(self) -> bool:
@@ -249,16 +242,11 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """End all sequences with an error and close the executor; a second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._take_orders()
-            error = SequenceError("the engine was closed before the sequence ended")
-            for sequence in (*self.batch, *self._waiting):
-                self._fail(sequence, error)
-            self.executor.close()
+        """End all sequences with an error and close the executor; a second call does nothing.
+
+        A step that runs ends first, and so does what asked before from other threads.
+        """
+        self._lock.run(self._close)
 
     def require_open(self) -> None:
         """Raise where the core is closed.
@@ -268,6 +256,27 @@ class EngineCore:
         """
         if self._is_closed:
             raise SequenceError("the session is closed; make another one")
+
+    def _step(self, meanwhile: Callable[[], None] | None) -> bool:
+        self.require_open()
+        self._take_orders()
+        found = self._planner.next()
+        if found is None:
+            return bool(self._waiting)
+        if meanwhile is not None:
+            self.executor.during_next_step(meanwhile)
+        self._run(*found)
+        return True
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._take_orders()
+        error = SequenceError("the engine was closed before the sequence ended")
+        for sequence in (*self.batch, *self._waiting):
+            self._fail(sequence, error)
+        self.executor.close()
 
     def _take_orders(self) -> None:
         """Queue what was submitted, and drop what was cancelled."""
