@@ -128,6 +128,8 @@ class EngineCore:
     ) -> LiveSequence:
         """Queue a sequence; it never waits for a step that runs.
 
+        Where the core is closed meanwhile, it raises, or the sequence ends with an error.
+
         Args:
             prompt: a prompt that `check_prompt` passed.
             max_new_tokens: tokens to generate at most.
@@ -165,6 +167,9 @@ class EngineCore:
             deliver=deliver,
         )
         self._waiting.put(sequence)
+        # Closed in between: what took the orders since has ended it, or nobody will.
+        if self._is_closed and self._waiting.take_back(sequence):
+            self.require_open()
         return sequence
 
     def fork(
@@ -273,17 +278,18 @@ class EngineCore:
             return
         self._is_closed = True
         self._take_orders()
-        error = SequenceError("the engine was closed before the sequence ended")
-        for sequence in (*self.batch, *self._waiting):
-            self._fail(sequence, error)
         self.executor.close()
 
     def _take_orders(self) -> None:
-        """Queue what was submitted, and drop what was cancelled."""
+        """Queue what was submitted, and drop what was cancelled; all, where the core is closed."""
         for sequence in self._waiting.take_orders():
             waited = self._waiting.remove(sequence)
             self._counts["cancelled"] += waited or sequence.slot >= 0
             self.batch.drop(sequence)
+        if self._is_closed:
+            error = SequenceError("the engine was closed before the sequence ended")
+            for sequence in (*self.batch, *self._waiting):
+                self._fail(sequence, error)
 
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
         try:
@@ -300,6 +306,9 @@ class EngineCore:
 
     def _take_token(self, sampled: Sampled) -> None:
         sequence = sampled.sequence
+        if sequence.slot < 0:
+            # What took the token of another one has ended this one.
+            return
         finished = sequence.take(sampled.token)
         if finished is not None:
             self.batch.drop(sequence)

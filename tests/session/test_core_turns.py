@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from polling import PATIENCE_SECONDS, wait_until
 from session.gated_executor import Gated
-from session.history_executor import continuation
+from session.history_executor import HistoryExecutor, continuation
 from session.paged_toy import VOCAB, make_spec
 
 from paged_trt.plugins.errors import SequenceError
 from paged_trt.runtime.core import EngineCore
+from paged_trt.runtime.results import StepResult
+from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.session import Session
 
 SPEC = make_spec(max_batch_size=4)
@@ -140,3 +142,58 @@ def test_two_sessions_in_threads_take_turns() -> None:
     assert len(stepped_by) == 51
     assert set(stepped_by) == {first.ident, second.ident}
     assert stepped_by[:2] == [first.ident, second.ident]
+
+
+CLOSE, PUT, CANCEL = "close", "put", "cancel"
+
+
+@pytest.mark.parametrize(
+    "order", [(CLOSE, PUT), (PUT, CLOSE), (CLOSE, PUT, CANCEL), (PUT, CLOSE, CANCEL)]
+)
+def test_a_submission_that_races_the_close_is_refused_or_ends(
+    order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core is closed between the check that it is open and the end of `submit`."""
+    core = EngineCore(HistoryExecutor(SPEC))
+    put = core._waiting.put
+
+    def race(sequence: LiveSequence) -> None:
+        acts = {CLOSE: core.close, PUT: lambda: put(sequence), CANCEL: lambda: core.cancel([])}
+        for name in order:
+            acts[name]()
+
+    monkeypatch.setattr(core._waiting, "put", race)
+    errors: list[Exception | None] = []
+    try:
+        core.submit(PROMPT, 5, deliver=lambda result: errors.append(result.error))
+    except SequenceError as error:
+        errors.append(error)
+    assert len(errors) == 1
+    assert "closed" in str(errors[0])
+    assert core.stats().sequences == 0
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("what", ["cancel", "close"])
+def test_a_callback_may_end_other_sequences_of_its_step(what: str) -> None:
+    core = EngineCore(HistoryExecutor(SPEC))
+    sequences: list[LiveSequence] = []
+    results: dict[int, list[StepResult]] = {}
+
+    def deliver(result: StepResult) -> None:
+        results.setdefault(result.sequence_id, []).append(result)
+        if sum(map(len, results.values())) == 5:
+            core.cancel(sequences) if what == "cancel" else core.close()
+
+    sequences += [core.submit(np.asarray([token]), 9, deliver=deliver) for token in (1, 2, 3)]
+    for _ in range(2):
+        core.step()
+    # The second of the second step ended all three: the third one's token comes too late.
+    assert [len([each for each in found if each.error is None]) for found in results.values()] == [
+        2,
+        2,
+        1,
+    ]
+    assert [found[-1].error is not None for found in results.values()] == [what == "close"] * 3
+    assert core.stats().sequences == core.stats().pages_in_use == 0
+    core.batch.registry.check()
