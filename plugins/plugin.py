@@ -37,7 +37,8 @@ from paged_trt.plugins.trt import Route, from_api_dtype, load, to_api_dtype
 api: Final = load()
 
 TACTIC_PLANNER: Final = 1
-"""The planner decides at run time. Tactic numbers live in plans: append only, never reuse."""
+"""The planner decides at run time; the README says why there is no other. Tactic numbers live in
+plans: append only, never reuse."""
 GQA_NAME: Final = "GroupQueryAttention"
 PLUGIN_NAMES: Final = {Route.PLUGIN: (OP_TYPE, OP_DOMAIN), Route.GQA: (GQA_NAME, "")}
 """Name and namespace of the plugin on each route; the version is OP_VERSION on both."""
@@ -199,7 +200,7 @@ class PagedAttentionPlugin(
         return self._planner.workspace_bytes(self._plan_request(step))
 
     def get_valid_tactics(self) -> list[int]:
-        """Tactics in planner order: a build without a GPU takes the first."""
+        """The only one; TensorRT's timing could not choose among plans."""
         return [TACTIC_PLANNER]
 
     @kept
