@@ -206,7 +206,7 @@ def build_and_compare(
     code, text = _paged_trt("compare", *arguments, *decode)
     if not file.is_file():
         return {"result": "failed", "detail": f"compare: {_error_line(text)}"}
-    report = json.loads(file.read_text())
+    (report,) = json.loads(file.read_text())["reports"]
     sequences = [each for found in report["iterations"] for each in found["sequences"]]
     worst = max(sequences, key=lambda each: (each["max_difference"] or 0) / each["limit"])
     return {
