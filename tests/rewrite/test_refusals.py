@@ -155,6 +155,24 @@ def test_tiled_heads_are_no_repeated_heads(load: Load) -> None:
     assert "repeat each head in place" in refused(model)
 
 
+@pytest.mark.parametrize(
+    ("change", "attributes", "words"),
+    [
+        (variants.three_dimensional_concat, {"kv_num_heads": 4}, "makes 2 heads, and the node"),
+        (variants.three_dimensional_repeated, {"kv_num_heads": 2}, "makes 4 heads, and the node"),
+        (variants.three_dimensional_repeated, {"kv_num_heads": 0}, "`kv_num_heads` is 0"),
+        (variants.three_dimensional_concat, {"q_num_heads": 8}, "8 heads of 64 need 512"),
+    ],
+)
+def test_heads_of_three_dimensional_operands(
+    load: Load, change: variants.Change, attributes: dict[str, int], words: str
+) -> None:
+    model = load("attention23-concat")
+    change(model)
+    variants.set_attributes(**attributes)(model)
+    assert words in refused(model)
+
+
 @pytest.mark.parametrize("dialect", ["attention23-past", "gqa"])
 def test_shared_cache(load: Load, dialect: str) -> None:
     model = load(dialect)
