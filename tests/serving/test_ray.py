@@ -16,8 +16,9 @@ for name in ("ray.serve", "fastapi", "uvicorn", "prometheus_client", "jinja2", "
 
 import openai
 import ray
+from polling import PATIENCE_SECONDS, wait_until
 from ray import serve
-from serving.toy_server import MODEL, greedy_texts, wait_until, write_toy_engine
+from serving.toy_server import MODEL, greedy_texts, write_toy_engine
 
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.scripts.server.ray_app import build, prefix_router
@@ -61,7 +62,7 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     serve.run(build(arguments), name="llm")
     url = f"http://127.0.0.1:{port}/v1"
-    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as found:
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_SECONDS) as found:
         yield found
     serve.shutdown()
     ray.shutdown()
@@ -70,7 +71,7 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def replica_stats() -> list[Any]:
     """Numbers of the replicas, each asked several times, for Ray chooses which one answers."""
     handle = serve.get_deployment_handle("engine", "llm")
-    return [handle.stats.remote().result(timeout_s=30) for _ in range(12)]
+    return [handle.stats.remote().result(timeout_s=PATIENCE_SECONDS) for _ in range(12)]
 
 
 def test_two_replicas_give_what_a_session_generates(
@@ -163,7 +164,7 @@ def test_an_application_that_is_taken_down_lets_its_requests_end(
     deleting = threading.Thread(target=serve.delete, args=("llm",))
     deleting.start()
     chunks = list(stream)
-    deleting.join(60)
+    deleting.join(PATIENCE_SECONDS)
     text += "".join(chunk.choices[0].text for chunk in chunks)
     assert text == greedy_texts(engine_dir, ["the long way"], 400)[0]
     assert chunks[-1].choices[0].finish_reason == "length"

@@ -78,9 +78,9 @@ def test_what_waits_is_done_after_the_step_that_runs(
     }[what]
     done_at = note_steps(monkeypatch, owner, method, core)
     looping = start(loop)
-    executor.wait_for_step()
+    executor.gate.wait_for_step()
     acting = start_and_see_it_wait(core, act)
-    executor.gate.set()
+    executor.gate.open()
     join(acting, looping)
     assert done_at[0] == 2
     assert len(executor.shapes) == (300 if what == "fork" else 2)
@@ -102,10 +102,10 @@ def test_two_sessions_in_threads_do_not_keep_a_third_thread_out(
             failures.append(error)
 
     stepping = start(generate)
-    executor.wait_for_step()
+    executor.gate.wait_for_step()
     waiting = start_and_see_it_wait(core, generate)
     closing = start_and_see_it_wait(core, core.close)
-    executor.gate.set()
+    executor.gate.open()
     join(stepping, waiting, closing)
     # The step that ran, and the one of the thread that had asked before.
     assert closed_at == [2]
@@ -132,9 +132,9 @@ def test_two_sessions_in_threads_take_turns() -> None:
         results[token] = result.tokens
 
     first = start(lambda: generate(1))
-    executor.wait_for_step()
+    executor.gate.wait_for_step()
     second = start_and_see_it_wait(core, lambda: generate(2))
-    executor.gate.set()
+    executor.gate.open()
     join(first, second)
     assert results == {token: continuation([token], 50, VOCAB) for token in (1, 2)}
     # The second one came when one step was run, and its tokens needed 50 more; a thread that
