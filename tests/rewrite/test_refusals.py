@@ -331,10 +331,36 @@ def test_type_of_ids(load: Load, dtype: ir.DataType) -> None:
     assert "INT64" in refused(model)
 
 
-def test_logits_of_one_token(load: Load) -> None:
-    model = load("gqa")
+@pytest.mark.parametrize("dialect", ["gqa", "attention23-concat"])
+def test_logits_of_one_token(load: Load, dialect: str) -> None:
+    model = load(dialect)
+    head = model.graph.outputs[0].producer()
+    start, end, axis = (
+        variants.constant(model, f"last_{i}", np.array([number], np.int64))
+        for i, number in enumerate((-1, 2**62, 1))
+    )
+    last = variants.add(model, "Slice", [head.inputs[0], start, end, axis])
+    variants.set_input(head, 0, last)
     model.graph.outputs[0].shape = ir.Shape(["batch_size", 1, 512])
-    assert "logits of all tokens" in refused(model)
+    message = refused(model)
+    assert "its shape is [batch_size,1,512], not [batch, tokens, vocabulary]" in message
+    assert "logits of all tokens (without `logits_to_keep`)" in message
+
+
+@pytest.mark.parametrize("shape", [[2, "sequence"], [1, 8], ["batch", 1]])
+@pytest.mark.parametrize("dialect", ["gqa", "attention23-concat"])
+def test_fixed_number_of_tokens(load: Load, dialect: str, shape: list[object]) -> None:
+    model = load(dialect)
+    variants.value_named(model, "input_ids").shape = ir.Shape(shape)
+    message = refused(model)
+    assert f"its shape is [{', '.join(map(str, shape))}], and a step holds any" in message
+    assert "dynamic_shapes" in message
+
+
+def test_batch_fixed_at_one(load: Load) -> None:
+    model = load("gqa")
+    variants.value_named(model, "input_ids").shape = ir.Shape([1, "sequence"])
+    assert len(survey(model).layers) == 2
 
 
 def test_no_attention_node(load: Load) -> None:
