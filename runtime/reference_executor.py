@@ -184,11 +184,11 @@ class ReferenceExecutor:
         """As `step`, for tokens that are drawn from the logits, in NumPy.
 
         Returns:
-            Tokens and logprobs of `rows`.
+            Tokens and logprobs of `rows`, an id outside the vocabulary where one has no largest
+            logit.
 
         Raises:
-            ExecutionError: onnxruntime failed, the executor is closed, or a row that draws has
-                no largest logit.
+            ExecutionError: onnxruntime failed, or the executor is closed.
             ConfigError: a row draws and has no seed.
         """
         return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)

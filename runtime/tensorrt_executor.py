@@ -138,7 +138,7 @@ class TensorRtExecutor:
             self._sampler = (
                 None
                 if sampling_kernel is None
-                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+                else StepSampler(sampling_kernel, self._buffers, device.driver)
             )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
@@ -235,10 +235,11 @@ class TensorRtExecutor:
         tokens are the same.
 
         Returns:
-            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+            Tokens of `rows`, an id outside the vocabulary where one has no largest logit, and
+            their logprobs, zeros unless they are asked for.
 
         Raises:
-            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ExecutionError: as `step`.
             ConfigError: a row draws and has no seed.
         """
         sampler = self._sampler
