@@ -221,6 +221,7 @@ def _summary(manifest: EngineManifest) -> Table:
         ("activations, KV cache", f"{spec.activation_dtype.value}, {spec.kv_cache_dtype.value}"),
         ("logits", f"{spec.logits_mode.value} token rows, {spec.logits_dtype.value}"),
         ("next tokens", f"chosen by the {'engine' if spec.greedy_in_engine else 'runtime'}"),
+        ("layer outputs", "attention of each layer" if spec.layer_outputs else "none"),
         ("TensorRT", f"{build.flavor} {build.tensorrt_version}, route {build.route}"),
         ("compute capabilities", ", ".join(build.compute_capabilities)),
         ("source", f"{manifest.source.name} ({manifest.source.dialect})"),

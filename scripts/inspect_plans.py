@@ -203,6 +203,7 @@ def byte_counts(manifest: EngineManifest) -> dict[str, int]:
         "KV cache of one token": sum(layer.kv_elements for layer in spec.layers) * itemsize,
         "page table": spec.pool.table_entries() * DType.INT32.itemsize,
         "attention workspace bound": max(workspace_bounds(spec, explicit)),
+        **({"layer outputs": spec.layer_output_bytes()} if spec.layer_outputs else {}),
         **{f"file {name}": record.size for name, record in sorted(manifest.files.items())},
     }
 
