@@ -178,3 +178,40 @@ def test_ctrl_c_ends_the_wait_of_the_main_thread_and_nobody_else_is_disturbed() 
         worker.join(PATIENCE_SECONDS)
     assert order == ["holder", "after"]
     assert_is_free(lock)
+
+
+def test_a_signal_handler_may_ask_while_its_thread_waits() -> None:
+    lock, order, gate = FairLock(), [], threading.Event()
+    holds, asks = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        assert gate.wait(PATIENCE_SECONDS)
+        order.append("holder")
+
+    def handle(*_: object) -> None:
+        asks.set()
+        # Nested too, as any work.
+        lock.run(lambda: lock.run(lambda: order.append("handler")))
+
+    def signal_it() -> None:
+        wait_until(lambda: lock.is_waited_for)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        assert asks.wait(PATIENCE_SECONDS)
+        start_and_see_it_wait(after, lock)
+        gate.set()
+
+    holder, after = Worker(lock, hold), Worker(lock, lambda: order.append("after"))
+    former = signal.signal(signal.SIGUSR1, handle)
+    try:
+        holder.start()
+        assert holds.wait(PATIENCE_SECONDS)
+        signalling = threading.Thread(target=signal_it, daemon=True)
+        signalling.start()
+        lock.run(lambda: order.append("waiter"))
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    for thread in (holder, signalling, after):
+        thread.join(PATIENCE_SECONDS)
+    assert order == ["holder", "handler", "waiter", "after"]
+    assert_is_free(lock)
