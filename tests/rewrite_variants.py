@@ -206,6 +206,25 @@ def partial_rotary(model: ir.Model) -> None:
         value.const_value, value.shape = tensor, tensor.shape
 
 
+def layers_that_differ(model: ir.Model) -> None:
+    """The second layer has 8 heads of 32 on 4 of the cache, and a window; the first has 4 on 2."""
+    node = attention_nodes(model)[1]
+    attributes = {"num_heads": 8, "kv_num_heads": 4, "local_window_size": 9}
+    node.attributes.update({a.name: a for a in ir.convenience.convert_attributes(attributes)})
+    for cache in (*node.inputs[3:5], *node.outputs[1:3]):
+        assert cache is not None
+        cache.shape = ir.Shape(["batch_size", 4, "past_sequence_length", 32])
+    tables = {}
+    for name in ("cos_cache", "sin_cache"):
+        array = model.graph.initializers[name].const_value.numpy()
+        tables[name] = constant(model, f"variant_{name}", array[:, :16].copy())
+    rotating = [value.producer() for value in node.inputs[:2] if value is not None]
+    for each in (node, *rotating):
+        for index, value in enumerate(each.inputs):
+            if value is not None and value.name in tables:
+                set_input(each, index, tables[value.name])
+
+
 def group_query_positions(model: ir.Model) -> None:
     """GroupQueryAttention with `position_ids`."""
     positions = ir.Value(

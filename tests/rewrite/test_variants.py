@@ -37,6 +37,8 @@ CASES = {
     "position_ids": ("gqa", variants.group_query_positions),
     "zero_scale": ("gqa", variants.set_attributes(scale=0.0)),
     "window_and_softcap": ("gqa", variants.set_attributes(local_window_size=9, softcap=2.0)),
+    "layers_that_differ": ("gqa", variants.layers_that_differ),
+    "layers_that_differ_split": ("gqa-split", variants.layers_that_differ),
     "scaled_logits": ("gqa", variants.scaled_logits),
 }
 
@@ -84,6 +86,19 @@ def test_attributes_reach_the_spec(tmp_path: Path) -> None:
     for layer in facts.layers:
         assert (layer.softmax_scale, layer.softcap, layer.window) == (0.25, 7.0, 33)
         assert (layer.rope, layer.rotary_dim) == (Rope.INTERLEAVED, 64)
+
+
+def test_layers_differ_in_the_spec(tmp_path: Path) -> None:
+    write_variant(tmp_path, "gqa", variants.layers_that_differ)
+    facts = survey(load_model(tmp_path / "dense" / "model.onnx"))
+    assert [(layer.num_q_heads, layer.num_kv_heads, layer.head_dim) for layer in facts.layers] == [
+        (4, 2, 64),
+        (8, 4, 32),
+    ]
+    assert [(layer.window, layer.rotary_dim) for layer in facts.layers] == [
+        (FULL_WINDOW, 64),
+        (9, 32),
+    ]
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, FULL_WINDOW), (1, 1), (5000, 5000)])
