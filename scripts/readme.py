@@ -134,7 +134,7 @@ def serve_table(files: list[tuple[str, Results]]) -> str:
 
 def engine_table(files: list[tuple[str, Results]]) -> str:
     """Step times of whole engines, and what our kernels take of a replayed step."""
-    # Single products that TensorRT computed have this kind too, and a line of their own in the text.
+    # Single products that TensorRT computed have this kind too; the text names their file.
     files = [(name, each) for name, each in files if all("decode_us" in row for row in each.rows)]
     if not files:
         return ""
