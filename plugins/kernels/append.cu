@@ -22,8 +22,10 @@ constexpr int kMostTokensPerBlock = kAppendThreads / 32;  // a warp finds the pl
 __device__ constexpr int items_in_flight(int features) {
   return (features & kWideAppend) != 0 ? 4 : 2;
 }
-// Blocks of a multiprocessor; their registers hold rotated items, or more of them.
-__device__ constexpr int append_blocks(int features) { return features != 0 ? 3 : 4; }
+// Blocks of a multiprocessor; their registers hold rotated items, or more of them, or both.
+__device__ constexpr int append_blocks(int features) {
+  return 4 - ((features & kRopeFeature) != 0) - ((features & kWideAppend) != 0);
+}
 
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {

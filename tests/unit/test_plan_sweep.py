@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,16 @@ from paged_trt.plugins.cuda import Cubin
 from paged_trt.plugins.device import Device, KernelLaunch, MemoryClear, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelCompileError
-from paged_trt.plugins.launch.kernels_decode import kernel_build
+from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
 from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, DeviceKernels
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import Balanced, Cluster, Counter, Direct, SplitKv
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath, KernelVariant
 from paged_trt.plugins.launch.step_sizes import StepSizes
 from paged_trt.plugins.launch.trial_memory import TrialMemory
+from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.timing import DriverGraphs, measure_in_turn
+from paged_trt.scripts.bench import plans
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.kernel_bench.candidates import (
     Candidate,
@@ -36,6 +40,7 @@ from paged_trt.scripts.kernel_bench.cells import Cell, Family
 from paged_trt.scripts.kernel_bench.misses import DECODE_MISSES, missed_cells
 from paged_trt.scripts.kernel_bench.sweep import Sweep
 from paged_trt.scripts.kernel_bench.variants import builds_of
+from paged_trt.scripts.results import read_results
 
 LENGTHS = (300, 200)
 DECODE = Cell(
@@ -92,11 +97,13 @@ class Kernels:
     Attributes:
         wrong: texts in the names of kernels that give something else.
         missing: texts in the names of kernels that do not compile.
+        loaded: names of those that were loaded.
     """
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()
         self.missing: set[str] = set()
+        self.loaded: list[str] = []
         self._split: Any = None
         self._places: Any = None
 
@@ -106,6 +113,7 @@ class Kernels:
         return Cubin(code=b"", arch=arch, names={name_expression: name_expression}, log="")
 
     def load(self, code: bytes, name: str, *, shared_bytes: int) -> Function:
+        self.loaded.append(name)
         path = KernelPath(name.removeprefix("paged_trt::").partition("<")[0])
         return Function(name, ARGUMENT_STRUCTS[path], functools.partial(self.run, path, name))
 
@@ -324,9 +332,9 @@ def test_a_variant_is_another_instance(
 
 def test_variants_fit_their_plans() -> None:
     request = missed_cells(Family.DECODE)[2].request(arch="sm_90", num_multiprocessors=132)
-    plans = (Direct(), Balanced(), Cluster(blocks=8), Counter(blocks=16),
+    every = (Direct(), Balanced(), Cluster(blocks=8), Counter(blocks=16),
              SplitKv(partition_tokens=128, threshold_tokens=128))  # fmt: skip
-    for plan in plans:
+    for plan in every:
         found = variants_of(request, [Candidate(plan=plan)])
         assert any(each.variant.is_wide for each in found) is isinstance(plan, Counter)
         assert any(each.variant.other_depth for each in found)
@@ -346,3 +354,39 @@ def test_the_command_lists_cells_and_needs_a_gpu(capsys: pytest.CaptureFixture[s
     assert "decode: 32/8 d256 bfloat16 1 x 16384" in capsys.readouterr().out
     assert main(["bench", "plans", "--match", "no such cell"]) == 2
     assert "no cell has `no such cell`" in capsys.readouterr().err
+
+
+def test_a_run_is_a_table_and_a_results_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver, kernels = FakeDriver(), Kernels()
+    driver.launch_us = small_blocks_are_fast
+    kernels.missing = {"decode_split"}
+    compiled: list[KernelBuild] = []
+
+    def start_compiling_builds(builds: Any, arch: str) -> concurrent.futures.Future[None]:
+        compiled.extend(builds)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    target = TuningTarget(
+        gpu="NVIDIA H200", arch="sm_90", num_multiprocessors=UNITS, driver="580", kernels="0" * 64,
+        compiler="13.0",
+    )  # fmt: skip
+    monkeypatch.setattr(plans, "tuning_target", lambda device: target)
+    monkeypatch.setattr(plans, "missed_cells", lambda family: [DECODE])
+    monkeypatch.setattr(plans, "open_sweep", lambda *_: make_sweep(kernels, driver))
+    monkeypatch.setattr(plans, "start_compiling_builds", start_compiling_builds)
+    arguments = ["bench", "plans", "--cells", "decode", "--commit", "abc", "-o", str(tmp_path)]
+    assert main(arguments) == 0
+    (path,) = tmp_path.glob("decode-nvidia-h200-*.json")
+    results = read_results(path)
+    (row,) = results.rows
+    assert row["best"] in row["all_us"]
+    assert "take turns" in results.method
+    said = " ".join(capsys.readouterr().out.split())
+    assert "balanced" in said
+    assert "failed" in said
+    # What was compiled ahead is what was loaded.
+    assert set(kernels.loaded) <= {build.name_expression for build in compiled}
