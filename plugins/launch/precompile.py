@@ -76,10 +76,14 @@ def _compile_all(jobs: Sequence[KernelKey | BuildJob]) -> None:
         return
     # Never forked: the parent may hold a CUDA context.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
-        for problem in pool.map(compile_one, jobs):
-            if problem:
-                _LOG.info("%s", problem)
+    try:
+        with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
+            for problem in pool.map(compile_one, jobs):
+                if problem:
+                    _LOG.info("%s", problem)
+    except concurrent.futures.BrokenExecutor as error:
+        # A compiler that was killed, such as by a lack of memory, is no reason to stop.
+        _LOG.info("kernels are compiled one by one: %s", error)
 
 
 def compile_one(key: KernelKey | BuildJob) -> str:

@@ -148,7 +148,7 @@ def test_page_is_rendered_by_a_browser(written: Path, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
     assert "Engines against the model" in done.stdout

@@ -21,7 +21,7 @@ from paged_trt.plugins.trt import flavor
 CHILD = Path(__file__).parent / "child.py"
 PAGES = paged_models.make_spec().pool.num_pages
 # onnx_ir and pydantic are imported anew by every child: most of its second is that.
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def tensorrt_is_missing() -> bool:

@@ -22,6 +22,8 @@ CASES = {
     "left_window": ("attention23-past", variants.left_window),
     "right_window": ("attention23-past", variants.right_window),
     "three_dimensional": ("attention23-past", variants.three_dimensional),
+    "three_dimensional_concat": ("attention23-concat", variants.three_dimensional_concat),
+    "three_dimensional_repeated": ("attention24-concat", variants.three_dimensional_repeated),
     "default_scale": ("attention23-past", variants.no_scale),
     "additive_infinity": ("attention23-concat", variants.additive_mask(-np.inf)),
     "additive_minimum": ("attention23-concat", variants.additive_mask(-65504.0)),
