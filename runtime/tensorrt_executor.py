@@ -90,7 +90,8 @@ class TensorRtExecutor:
         keep: what must outlive the engine, such as the runtime that made it.
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
-        keep_compiled: called after a step for which TensorRT may have compiled kernels.
+        keep_compiled: called after a step, or all of `warm_up`, for which TensorRT may have
+            compiled kernels; the device's context is current.
         uses_graphs: replay decode steps as CUDA graphs.
         sampling_kernel: the loaded kernel; None draws on the host.
 
@@ -123,7 +124,7 @@ class TensorRtExecutor:
         self._uses_graphs = uses_graphs
         self._make_context = make_context
         self._keep_compiled = keep_compiled
-        self._has_new_context = False
+        self._has_new_context = self._is_warming = False
         self._num_steps = 0
         self._wait_seconds = 0.0
         self._meanwhile: Callable[[], None] | None = None
@@ -305,10 +306,17 @@ class TensorRtExecutor:
             ExecutionError: as `step`.
         """
         pool = self._spec.pool
-        self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
-        for num_seqs in power_of_two_buckets(pool.max_batch_size):
-            for width in table_width_buckets(pool):
-                self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+        # Kernels are kept as a whole: once for all contexts, not once for each.
+        self._is_warming = True
+        try:
+            self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
+            for num_seqs in power_of_two_buckets(pool.max_batch_size):
+                for width in table_width_buckets(pool):
+                    self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+        finally:
+            self._is_warming = False
+        with self._alone():
+            self._keep_new_kernels()
 
     @property
     def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
@@ -381,12 +389,17 @@ class TensorRtExecutor:
         except BaseException as error:
             self._recover(error)
             raise
-        if self._has_new_context:
-            self._has_new_context = False
-            self._keep_compiled()
+        if not self._is_warming:
+            self._keep_new_kernels()
         self._num_steps += 1
         self._num_tokens = step.num_tokens
         return step
+
+    def _keep_new_kernels(self) -> None:
+        """Keep what TensorRT compiled, once contexts that are new have run."""
+        if self._has_new_context:
+            self._has_new_context = False
+            self._keep_compiled()
 
     def _work_meanwhile(self) -> None:
         work, self._meanwhile = self._meanwhile, None
