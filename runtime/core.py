@@ -214,7 +214,7 @@ class EngineCore:
         """Run one step and deliver its results; False where no sequence is left to run.
 
         A step that fails ends the sequences that it ran, each with an error; nothing is raised
-        for it.
+        for it. A sequence whose own logits are no numbers ends alone.
 
         Args:
             meanwhile: work of the host that is done while the device runs the step, where there
@@ -300,15 +300,20 @@ class EngineCore:
         self._scheduler.note(plan)
         self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
         self._counts["mixed_steps"] += plan.is_mixed
-        self._counts["new_tokens"] += len(sampled)
         for each in sampled:
-            self._take_token(each)
+            if each.sequence.slot < 0:
+                # What took the token of another one has ended this one.
+                continue
+            if each.error is None:
+                self._take_token(each)
+            else:
+                # Its keys and values may be no numbers either.
+                self.batch.discard(each.sequence)
+                self._fail(each.sequence, each.error)
 
     def _take_token(self, sampled: Sampled) -> None:
         sequence = sampled.sequence
-        if sequence.slot < 0:
-            # What took the token of another one has ended this one.
-            return
+        self._counts["new_tokens"] += 1
         finished = sequence.take(sampled.token)
         if finished is not None:
             self.batch.drop(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ for name in ("ray.serve", "fastapi", "uvicorn", "prometheus_client", "jinja2", "
 import openai
 import ray
 from polling import PATIENCE_SECONDS, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from serving.toy_server import MODEL, greedy_texts, write_toy_engine
 
@@ -30,6 +32,9 @@ KEY = "a-key-of-the-tests"
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
+
+
+METRICS_PORT = free_port()
 
 
 def has_prefix_router() -> bool:
@@ -50,7 +55,13 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     key_file = tmp_path_factory.mktemp("key") / "key"
     key_file.write_text(KEY)
     port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        _metrics_export_port=METRICS_PORT,
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     arguments = {
         "engine_dir": str(engine_dir),
@@ -92,6 +103,27 @@ def test_two_replicas_give_what_a_session_generates(
     )
     assert conversation.usage is not None
     assert conversation.usage.completion_tokens == 12
+
+
+def test_metrics_are_those_of_ray_and_the_app_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="scrape each host's metrics port"):
+        client.get("../metrics", cast_to=object)
+    client.completions.create(model=MODEL, prompt="a", max_tokens=2)
+
+    def replicas() -> dict[str, float]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics") as answer:
+                text = answer.read().decode()
+        except OSError:  # Ray has not begun to listen
+            return {}
+        return {
+            sample.labels["replica"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "ray_paged_trt_new_tokens_total"
+        }
+
+    wait_until(lambda: len(replicas()) == 2 and max(replicas().values()) >= 2)
 
 
 def test_errors_keep_their_status_and_form(client: openai.OpenAI) -> None:
