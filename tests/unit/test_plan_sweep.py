@@ -231,7 +231,7 @@ def test_a_wrong_kernel_of_the_engine_itself_is_found_by_the_reference() -> None
 def test_appends_are_cut_as_asked_and_compared_byte_by_byte() -> None:
     driver, kernels = FakeDriver(), Kernels()
     driver.launch_us = lambda launched: 100.0 / launched.args["tokens_per_block"]
-    kernels.wrong = {", 8>"}
+    kernels.wrong = {", 24>"}
     # Hopper's prefill kernel would want tensor maps of the driver.
     with make_sweep(kernels, driver, arch="sm_89") as sweep:
         (row,), _ = sweep.run([APPEND])
@@ -319,6 +319,7 @@ KEY = KernelKey(
         (KernelPath.DECODE_COUNTER, KernelVariant(warps=4, is_wide=True), "4, 4, 1, 16>", 128),
         (KernelPath.DECODE_DIRECT, KernelVariant(warps=8, other_depth=True), "4, 8, 1, 8>", 256),
         (KernelPath.APPEND, KernelVariant(is_wide=True, warps=4), "128, 128, 8>", 256),
+        (KernelPath.APPEND, KernelVariant(vector_stores=True), "128, 128, 16>", 256),
         (KernelPath.MERGE, KernelVariant(is_wide=True), "merge<__nv_bfloat16, 128>", 128),
     ],
 )
