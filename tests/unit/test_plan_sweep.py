@@ -158,6 +158,7 @@ def make_sweep(kernels: Kernels, driver: FakeDriver, *, arch: str = "sm_90") -> 
         num_multiprocessors=UNITS,
         ceilings={"read_GBs": 4000.0, "copy_GBs": 3000.0},
         kernels=DeviceKernels(kernels, load=kernels.load, context=lambda: 1),  # type: ignore[arg-type]
+        graph_microseconds=20.0,
         trial_options={
             "make_launch": functools.partial(KernelLaunch, driver=driver),
             "make_clear": functools.partial(MemoryClear, driver=driver),
