@@ -43,7 +43,7 @@ SWEEP_METHOD: Final = (
     "take turns, 3 of each, then 9 of the planner's own and the best 3, with variants of their "
     "kernels (N warps: of a block; other depth: one step in flight instead of two or two instead "
     "of one; wide: more partials in flight while they are merged, or more items of an append; "
-    "vector stores: 16 or 8 bytes at once). "
+    "vector stores: 16 or 8 bytes at once; dear pieces: a schedule that cuts less). "
     "Launches take turns on different pages of one pool, at least 190 MB of keys and values where "
     "the pool allows, pages in random order. Before it is timed the result of the first candidate "
     "is compared with float32 on the host (first and last sequence), those of the others with it; "
