@@ -23,7 +23,8 @@ from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
 from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, DeviceKernels
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import Balanced, Cluster, Counter, Direct, SplitKv
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath, KernelVariant
+from paged_trt.plugins.launch.registry import Feature, KernelKey, KernelPath, KernelVariant
+from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 from paged_trt.plugins.launch.step_sizes import StepSizes
 from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
@@ -392,3 +393,22 @@ def test_a_run_is_a_table_and_a_results_file(
     assert "failed" in said
     # What was compiled ahead is what was loaded.
     assert set(kernels.loaded) <= {build.name_expression for build in compiled}
+
+
+@pytest.mark.parametrize(
+    ("constant", "path", "variant"),
+    [
+        ("kOtherDepth", KernelPath.DECODE_SPLIT, KernelVariant(other_depth=True)),
+        ("kWideMerge", KernelPath.DECODE_COUNTER, KernelVariant(is_wide=True)),
+        ("kDearPieces", KernelPath.DECODE_BALANCED, KernelVariant(dear_pieces=True)),
+        ("kWideAppend", KernelPath.APPEND, KernelVariant(is_wide=True)),
+        ("kVectorStores", KernelPath.APPEND, KernelVariant(vector_stores=True)),
+    ],
+)
+def test_variants_have_the_numbers_of_the_kernels(
+    constant: str, path: KernelPath, variant: KernelVariant
+) -> None:
+    text = (KERNEL_DIRECTORY / "decode_config.cuh").read_text(encoding="utf-8")
+    assert f"constexpr int {constant} = {variant.bits(path)};" in text
+    # None of them is a feature of a layer.
+    assert not variant.bits(path) & sum(feature.value for feature in Feature)
