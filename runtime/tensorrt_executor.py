@@ -24,6 +24,7 @@ from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
+from paged_trt.runtime.layer_buffers import LayerBuffers, require_layer_outputs
 from paged_trt.runtime.pool import (
     DeviceArena,
     allocate_pools,
@@ -134,12 +135,14 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings()
+            self._layers = LayerBuffers(self._arena, spec)
+            self._num_tokens = 0
+            self._fixed = {**self._fixed_bindings(), **self._layers.bindings()}
             self._buffers = StepBuffers(self._arena, spec)
             self._sampler = (
                 None
                 if sampling_kernel is None
-                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+                else StepSampler(sampling_kernel, self._buffers, device.driver)
             )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
@@ -236,10 +239,11 @@ class TensorRtExecutor:
         tokens are the same.
 
         Returns:
-            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+            Tokens of `rows`, an id outside the vocabulary where one has no largest logit, and
+            their logprobs, zeros unless they are asked for.
 
         Raises:
-            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ExecutionError: as `step`.
             ConfigError: a row draws and has no seed.
         """
         sampler = self._sampler
@@ -248,6 +252,26 @@ class TensorRtExecutor:
         with self._alone():
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
+
+    @property
+    def gives_layer_outputs(self) -> bool:
+        """Whether the engine was built with `--layer-outputs`."""
+        return self._spec.layer_outputs
+
+    def read_layer_outputs(self) -> list[npt.NDArray[Any]]:
+        """Attention outputs of the last step, `[T, num_q_heads, value_head_dim]` by layer.
+
+        Returns:
+            float16, or float32 of bfloat16; T is 0 before the first step.
+
+        Raises:
+            UnsupportedError: the engine was built without `--layer-outputs`.
+            ExecutionError: the device failed, another thread's step runs, or the executor is
+                closed.
+        """
+        require_layer_outputs(self._spec)
+        with self._alone():
+            return self._layers.download(self._num_tokens, self._stream)
 
     def during_next_step(self, work: Callable[[], None]) -> None:
         """Do some work once the next step is handed over to the device, before the wait for it."""
@@ -368,6 +392,7 @@ class TensorRtExecutor:
         if not self._is_warming:
             self._keep_new_kernels()
         self._num_steps += 1
+        self._num_tokens = step.num_tokens
         return step
 
     def _keep_new_kernels(self) -> None:

@@ -15,7 +15,7 @@ from paged_trt.plugins.device import Stream, context_id, kept_device
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
-from paged_trt.plugins.launch.dispatch import LayerLauncher
+from paged_trt.plugins.launch.layer import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
