@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from engine_dirs import small_spec
 from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.test_kernel_bench import TARGET
 from unit.test_launch_dispatch import ADDRESSES
 from unit.test_prefill_dispatch import POOL, Maps, prepare
 from unit.test_prefill_plan import make_request
@@ -16,6 +18,7 @@ from unit.test_prefill_plan import make_request
 from paged_trt.plugins.attention import Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import gather
 from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.explicit import require_affordable
@@ -37,7 +40,12 @@ from paged_trt.plugins.launch.plans import (
 from paged_trt.plugins.launch.registry import KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import RequestKey, TunedPlan, TunedPlans
+from paged_trt.plugins.launch.tuner import engine_requests, tune_request
 from paged_trt.plugins.operands import Operand
+from paged_trt.scripts.kernel_bench import ours
+from paged_trt.scripts.kernel_bench.cells import Family, cells_of
+from paged_trt.scripts.tune import describe
+from paged_trt.scripts.tune_device import keys_of, step_sizes
 
 FP8, INT8 = DType.FLOAT8, DType.INT8
 AUTO, EXPLICIT = PolicyPlanner(explicit=None), PolicyPlanner(explicit=Gather())
@@ -309,6 +317,57 @@ def test_moved_workspaces_get_new_maps_and_tables() -> None:
         assert gathered.args["gathered_keys"] == workspace
         assert prefill.args["page_table"] == gathered.args["gathered_table"]
         assert list(prefill.args["key_map"]) == [workspace >> 20] * 16
+
+
+def test_prefill_steps_are_tuned_where_they_may_gather() -> None:
+    spec = dataclasses.replace(
+        small_spec(DType.FLOAT16, FP8),
+        pool=KvPoolSpec.plan(max_batch_size=3, max_kv_cache_capacity=1024),
+        max_num_tokens=300,
+    )
+    options = {"arch": "sm_90", "num_multiprocessors": 132}
+    assert all(each.is_decode for each in engine_requests(spec, **options))
+    *_, last = requests = list(engine_requests(spec, **options, gathers_unasked=True))
+    decodes = [each for each in requests if each.is_decode]
+    prefills = requests[len(decodes) :]
+    assert requests[: len(decodes)] == decodes == list(engine_requests(spec, **options))
+    assert prefills
+    assert max(each.step.num_tokens for each in prefills) == spec.max_num_tokens
+    for request in prefills:
+        assert len(candidates(request, gathers_unasked=True)) == 2
+        sizes = step_sizes(request)
+        assert sizes.shape == request.step
+        assert sum(sizes.query_lens) == request.step.num_tokens
+    times = {"gather": 5.0, "direct": 9.0}
+    tuning = tune_request(last, lambda _, plan: times[str(plan)], gathers_unasked=True)
+    assert tuning.chosen == Gather()
+    found, plan = planned(dataclasses.replace(PROVEN, tuned=TunedPlans([tuning.record()])), last)
+    assert (plan.gathers, found.source) == (True, PlanSource.TUNED)
+    assert "T " in describe(last)
+
+
+@pytest.mark.parametrize("text", ["direct", "gather"])
+def test_a_tuned_step_has_the_kernels_of_its_plan(text: str) -> None:
+    plan = parse_attention_plan(text)
+    assert plan is not None
+    paths = tuple(key.path for key in keys_of(request_of(), plan))
+    assert paths == (HOPPER if text == "gather" else PORTABLE)
+
+
+def test_the_benchmark_times_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "tuned_plans", TunedPlans)
+    cells = [cell for cell in cells_of(Family.PREFILL, quick=False) if cell.kv.is_quantised]
+    assert {cell.kv for cell in cells} == {FP8, INT8}
+
+    def paths(**options: Any) -> set[KernelPath]:
+        options = {"all_plans": False, **options}
+        return {key.path for key in ours.kernels_of(cells, TARGET, **options)}
+
+    split = KernelPath.PREFILL_SM90_SPLIT
+    assert paths() == set(PORTABLE)
+    assert paths(explicit=Gather()) == {*HOPPER, split}
+    assert paths(all_plans=True) == {*HOPPER, *PORTABLE, split}
+    assert ours.plans_worth_timing(make_request()) == ()
 
 
 def test_a_split_is_no_plan_of_prefill_steps() -> None:
