@@ -13,8 +13,8 @@
 // read. Values that no row of a tile sees are made zero, because a weight of 0 does not hide NaN.
 //
 // `is_split`: the blocks of a cluster share the keys of one tile and merge what they get.
-// `is_scaled`: keys and values were gathered out of 8-bit pools as they are (gather.cu); the scales of
-// the pool are part of the softmax scale and of the factors that normalise.
+// `is_scaled`: keys and values were gathered out of 8-bit pools as they are (gather.cu); the scales
+// of the pool are part of the softmax scale and of the factors that normalise.
 #pragma once
 
 #include "dependent_launch.cuh"

@@ -1,5 +1,5 @@
-// The gather kernel as a function of a shared library; see device.h. An element of the stand-in types
-// tells after its conversion what it was, so that every byte's way can be followed.
+// The gather kernel as a function of a shared library; see device.h. An element of the stand-in
+// types tells after its conversion what it was, so that every byte's way can be followed.
 #include "device.h"
 
 #define asm(...)  // what needs machine code is not called here
