@@ -18,7 +18,14 @@ namespace paged_trt {
 constexpr int kChunk = 8;  // elements
 constexpr int kAppendThreads = 256;
 constexpr int kMostTokensPerBlock = kAppendThreads / 32;  // a warp finds the place of one
-constexpr int kItemsInFlight = 2;  // per thread: loads that do not wait for each other
+// Per thread: loads that do not wait for each other.
+__device__ constexpr int items_in_flight(int features) {
+  return (features & kWideAppend) != 0 ? 4 : 2;
+}
+// Blocks of a multiprocessor; their registers hold rotated items, or more of them, or both.
+__device__ constexpr int append_blocks(int features) {
+  return 4 - ((features & kRopeFeature) != 0) - ((features & kWideAppend) != 0);
+}
 
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {
@@ -227,10 +234,10 @@ __device__ __forceinline__ void clear_counters(const AppendArgs& args) {
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kFeatures>
-__global__ void
-    __launch_bounds__(kAppendThreads, (kFeatures & kRopeFeature) != 0 ? 3 : 4)
+__global__ void __launch_bounds__(kAppendThreads, append_blocks(kFeatures))
     append(const __grid_constant__ AppendArgs args) {
   constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
+  constexpr int kItemsInFlight = items_in_flight(kFeatures);
   using ItemPlace = Item<kHeadDim, kValueDim, kHasRope>;
   __shared__ TokenPlace places[kMostTokensPerBlock];
   allow_next_kernel();

@@ -71,6 +71,42 @@ _FEATURES: Final = {KernelPath.APPEND: Feature.ROPE, **dict.fromkeys(DECODE_PATH
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelVariant:
+    """How a kernel is built differently from what engines run; only benchmarks ask for one.
+
+    Attributes:
+        warps: of a decode block; None: as engines have it.
+        other_depth: of a decode: one step of a warp in flight where engines have two, two where
+            they have one.
+        is_wide: more partials in flight while a counter's are merged, more items of an append.
+    """
+
+    warps: int | None = None
+    other_depth: bool = False
+    is_wide: bool = False
+
+    def bits(self, path: KernelPath) -> int:
+        """What it adds to the number of a kernel's features, as in `kernels/decode_config.cuh`."""
+        if path is KernelPath.APPEND:
+            return _WIDE_APPEND if self.is_wide else 0
+        if path not in DECODE_PATHS:
+            return 0
+        return (_OTHER_DEPTH if self.other_depth else 0) | (_WIDE_MERGE if self.is_wide else 0)
+
+    def __str__(self) -> str:
+        words = [f"{self.warps} warps"] if self.warps else []
+        words += ["other depth"] if self.other_depth else []
+        return ", ".join([*words, *(["wide"] if self.is_wide else [])])
+
+
+_OTHER_DEPTH: Final = 8
+_WIDE_MERGE: Final = 16
+_WIDE_APPEND: Final = 8
+USUAL: Final = KernelVariant()
+"""What engines run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKey:
     """What a kernel is compiled for.
 

@@ -44,8 +44,8 @@ from paged_trt.plugins.launch.tuner import engine_requests, tune_request
 from paged_trt.plugins.operands import Operand
 from paged_trt.scripts.kernel_bench import ours
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
-from paged_trt.scripts.tune import describe
 from paged_trt.scripts.tune_device import keys_of, step_sizes
+from paged_trt.scripts.tune_report import describe
 
 FP8, INT8 = DType.FLOAT8, DType.INT8
 AUTO, EXPLICIT = PolicyPlanner(explicit=None), PolicyPlanner(explicit=Gather())
