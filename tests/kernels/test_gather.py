@@ -181,6 +181,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
     # One slot more than there is: nobody may write there.
     gathered = [np.full((batch.slots + 1, *shape), UNTOUCHED, np.uint16) for shape in shapes]
     named = np.full((len(batch.sequences) + 1, batch.table_width), UNTOUCHED, np.int32)
+    counter = np.full(2, UNTOUCHED, np.int32)
     new, past = (np.array(part, np.int32) for part in zip(*batch.sequences, strict=True))
     offsets, table = np.concatenate([[0], np.cumsum(new)]).astype(np.int32), batch.table()
     args = GatherArgs(
@@ -192,6 +193,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
         gathered_keys=gathered[0].ctypes.data,
         gathered_values=gathered[1].ctypes.data,
         gathered_table=named.ctypes.data,
+        tile_counter=counter.ctypes.data,
         num_seqs=len(batch.sequences),
         table_width=batch.table_width,
         num_pages=batch.num_pages,
@@ -200,6 +202,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
     )
     function = library[f"gather_{batch.dims[0]}_{batch.dims[1]}"]
     function(ctypes.byref(args), batch.slots * batch.num_kv_heads)
+    assert counter.tolist() == [0, UNTOUCHED]
     assert (named[-1] == UNTOUCHED).all()
     assert all((pages[-1] == UNTOUCHED).all() for pages in gathered)
     return named[:-1], [pages[:-1] for pages in gathered], pools
