@@ -98,6 +98,15 @@ def test_keys_without_a_kernel_are_refused(kernel: KernelKey) -> None:
         gather_build(kernel)
 
 
+@pytest.mark.parametrize("kv", [FP8, INT8], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("activation", [BF16, FP16], ids=lambda dtype: dtype.value)
+def test_every_element_is_exact_in_either_type(activation: DType, kv: DType) -> None:
+    """So gathering rounds nothing."""
+    numbers = np.arange(256, dtype=np.uint8).view(kv.numpy).astype(np.float32)
+    gathered = numbers.astype(activation.numpy).astype(np.float32)
+    assert np.array_equal(gathered, numbers, equal_nan=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """(New tokens, tokens before the step) of each sequence; padding has no new token."""
