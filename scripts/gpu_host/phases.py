@@ -321,17 +321,17 @@ def _polygraphy(settings: Settings) -> Iterator[Step]:
 
 
 def _sanitize(settings: Settings) -> Iterator[Step]:
-    options = ("--limit-s", "160", "--jobs", str(settings.parallel))
-    if settings.dry_run:
-        yield Step(
-            name="selection",
-            words=settings.ours(
-                "device_tests", "--name", "sanitize", "--no-gpu", last=_sanitized_tests()
-            ),
-            limit_s=120,
-        )
-        return
-    yield Step(name="sanitize", words=settings.ours("sanitizer", *options), limit_s=190)
+    # Without a tool first: it compiles the kernels, for all processes of the next step.
+    no_gpu = ("--no-gpu",) if settings.dry_run else ()
+    options = ("--name", "sanitize", "--parallel", str(settings.parallel), *no_gpu)
+    yield Step(
+        name="plain",
+        words=settings.ours("device_tests", *options, last=_sanitized_tests()),
+        limit_s=150,
+    )
+    if not settings.dry_run:
+        limits = ("--limit-s", "160", "--jobs", str(settings.parallel))
+        yield Step(name="tools", words=settings.ours("sanitizer", *limits), limit_s=190)
 
 
 def _sanitized_tests() -> list[str]:

@@ -21,6 +21,7 @@ from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.results import SessionStats
+from paged_trt.scripts.bench import serve
 from paged_trt.scripts.bench.serve import command
 from paged_trt.scripts.load import put_load
 from paged_trt.scripts.load_plot import main as draw
@@ -206,6 +207,26 @@ def test_the_command_writes_a_results_file(
     assert len(table.splitlines()) == 4
     assert "0 of 8" in table
     assert json.loads(output.read_text())["schema"] == 1
+
+
+def test_a_rate_that_is_interrupted_takes_nothing_from_those_before(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, asked = serve._measure, []
+
+    async def measure_one(*arguments: object) -> object:
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return await measure(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serve, "_measure", measure_one)
+    words = ["--executor=reference", "--rate=40", "--rate=20", "--requests=2"]
+    output = tmp_path / "results.json"
+    words += ["--length-scale=0.02", "-o", str(output)]
+    done = CliRunner().invoke(command, [str(engine_dir), *words])
+    assert done.exit_code == 1
+    assert [row["rate"] for row in read_results(output).rows] == [40]
 
 
 def test_the_command_draws_a_picture(engine_dir: Path, tmp_path: Path) -> None:
