@@ -16,7 +16,8 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, ExecutionError, PagedTrtError, UnsupportedError
 from paged_trt.plugins.files import write_text
 from paged_trt.plugins.kv import pages_for_tokens
-from paged_trt.plugins.launch.planner import candidates
+from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
+from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned_file import require_tuned_place, write_tuned
@@ -95,7 +96,8 @@ def command(
     """Time the attention plans of ENGINE_DIR's decode steps on this GPU and keep the fastest.
 
     Engines that run on this GPU find the plans when they are loaded, as long as driver and
-    kernels stay what they are. An engine built with `--attention-plan` does not look for them.
+    kernels stay what they are. An engine built with `--attention-plan` does not look for them,
+    unless the plan is `gather`.
     The file lies in the kernel cache (PAGED_TRT_CACHE_DIR); deleting it is safe.
 
     \b
@@ -216,7 +218,8 @@ def _requests(engine_dir: Path | None, shapes: dict[str, Any]) -> list[Attention
         if shapes["heads"] is not None:
             raise ConfigError("`--heads` describes a layer without an engine; leave it out")
         manifest = read_manifest(engine_dir)
-        if manifest.build.attention_plan is not None:
+        explicit = parse_attention_plan(manifest.build.attention_plan or AUTO)
+        if not PolicyPlanner(explicit=explicit).uses_tuned:
             raise ConfigError(
                 f"{engine_dir} was built with `--attention-plan {manifest.build.attention_plan}`, "
                 "which switches tuning off; rebuild it without"

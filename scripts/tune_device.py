@@ -20,7 +20,7 @@ from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN, StepSizes
 from paged_trt.plugins.launch.trial import is_attention, prepare_trial
 from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.plugins.launch.tuner import step_lengths
+from paged_trt.plugins.launch.tuner import query_lengths, step_lengths
 from paged_trt.plugins.timing import DriverGraphs, measure
 
 FREE_PART: Final = 0.8
@@ -34,16 +34,18 @@ def on_device(request: AttentionPlanRequest, target: TuningTarget) -> AttentionP
     )
 
 
-def decode_sizes(request: AttentionPlanRequest) -> StepSizes:
-    """Lengths of the sequences of a timed decode step."""
-    num_seqs = request.step.num_seqs
-    lengths = step_lengths(num_seqs, tokens_in_pages(request.step.table_width))
-    return StepSizes(query_lens=(1,) * num_seqs, kv_lens=tuple(lengths))
+def step_sizes(request: AttentionPlanRequest) -> StepSizes:
+    """Lengths of the sequences of a timed step."""
+    step = request.step
+    queries = query_lengths(step.num_seqs, step.num_tokens)
+    lengths = step_lengths(step.num_seqs, tokens_in_pages(step.table_width))
+    return StepSizes(query_lens=tuple(queries), kv_lens=tuple(map(max, queries, lengths)))
 
 
 def keys_of(request: AttentionPlanRequest, plan: AttentionPlan) -> list[KernelKey]:
     """Kernels of a step under a plan."""
-    return [KernelKey.of(path, request) for path in kernel_paths(request, plan)]
+    planned = PolicyPlanner(explicit=plan).plan(request).plan
+    return [KernelKey.of(path, request) for path in kernel_paths(request, planned)]
 
 
 def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
@@ -53,7 +55,7 @@ def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
     """
     needed = [
         # Whole pages, and the wider of keys and values.
-        2 * max(BYTES_IN_TURN, decode_sizes(request).kv_bytes(request.attention,
+        2 * max(BYTES_IN_TURN, step_sizes(request).kv_bytes(request.attention,
                                                               request.kv_cache_dtype))
         for request in requests
     ]  # fmt: skip
@@ -61,7 +63,7 @@ def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
 
 
 class DeviceTimer:
-    """Times plans of decode steps on a device; a `TimePlan`.
+    """Times plans of steps on a device; a `TimePlan`.
 
     Args:
         memory: of the device, with its pools.
@@ -91,7 +93,7 @@ class DeviceTimer:
             trial = prepare_trial(
                 self._memory,
                 request,
-                decode_sizes(request),
+                step_sizes(request),
                 planner=PolicyPlanner(explicit=plan),
                 registry=self._kernels,
                 **self._trial_options,

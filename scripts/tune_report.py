@@ -77,15 +77,16 @@ def describe(request: AttentionPlanRequest) -> str:
     """A request in one line."""
     attention, step = request.attention, request.step
     window = "" if attention.window == FULL_WINDOW else f", window {attention.window}"
+    tokens = "" if request.is_decode else f"T {step.num_tokens}, "
     return (
         f"{attention.num_q_heads}/{attention.num_kv_heads} x {attention.head_dim} "
-        f"{request.kv_cache_dtype.value}{window}, N {step.num_seqs}, M {step.table_width}"
+        f"{request.kv_cache_dtype.value}{window}, {tokens}N {step.num_seqs}, M {step.table_width}"
     )
 
 
 def plans_table(requests: Sequence[AttentionPlanRequest]) -> Table:
     """What the planner would do, and what a tuner would time."""
-    table = Table(title="Decode steps and their plans", title_justify="left")
+    table = Table(title="Steps and their plans", title_justify="left")
     for name in ("layer and step", "plan", "why", "candidates"):
         table.add_column(name)
     planner = PolicyPlanner(explicit=None)

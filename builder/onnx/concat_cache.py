@@ -21,7 +21,10 @@ from paged_trt.builder.onnx.graph import (
 from paged_trt.builder.onnx.probe import Probe, steps_of
 from paged_trt.plugins.errors import OnnxRewriteError
 
-WITH_CACHE: Final = "export with `use_cache=True`, so that each layer has a past and a present"
+WITH_CACHE: Final = (
+    "export with `use_cache=True`, so that each layer has a past and a present, both whole "
+    "(`DynamicCache()` of transformers without a configuration)"
+)
 _REPEAT_OPS: Final = frozenset(
     {"Unsqueeze", "Expand", "Reshape", "Identity", "Tile", "Transpose", "Squeeze"}
 )
@@ -54,10 +57,9 @@ def concat_cache(
     while (producer := present.producer()) is not None and producer.op_type in _REPEAT_OPS:
         present = _first_input(producer)
     if producer is None or producer.op_type != "Concat" or not _is_cache_concat(producer):
-        origin = "a graph input" if producer is None else f"{producer.op_type} `{producer.name}`"
         raise OnnxRewriteError(
             node_name(node),
-            f"it has no KV cache: `{value_name(operand_value)}` comes from {origin}, "
+            f"it has no KV cache: `{value_name(operand_value)}` comes from {_origin(producer)}, "
             "not from Concat(past, new)",
             WITH_CACHE,
         )
@@ -77,6 +79,17 @@ def concat_cache(
                 "export with Concat(past, new) whose heads are only repeated (repeat_kv)",
             )
     return new, cache, present
+
+
+def _origin(producer: ir.Node | None) -> str:
+    if producer is None:
+        return "a graph input"
+    name = f"{producer.op_type} `{producer.name}`"
+    if producer.op_type != "Concat":
+        return name
+    # Such as a cache that is cut to the window in the model.
+    first = value_name(_first_input(producer))
+    return f"{name}, whose first input `{first}` is no cache among the graph's inputs"
 
 
 def _first_input(node: ir.Node) -> ir.Value:

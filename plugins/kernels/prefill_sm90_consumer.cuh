@@ -88,7 +88,8 @@ struct PrefillConsumer {
   template <int count>
   __device__ __forceinline__ void cap(float (&scores)[count]) const {
     if constexpr (Layout::kHasSoftcap) {
-      const float scale = args.softmax_scale / args.softcap;
+      float scale = args.softmax_scale / args.softcap;
+      if constexpr (Layout::kIsScaled) scale *= Layout::key_scale(args, field<kKvHead>());
 #pragma unroll
       for (int i = 0; i < count; ++i) scores[i] = tanh_accurate(scores[i] * scale);
     }
@@ -308,6 +309,9 @@ struct PrefillConsumer {
     const QueryWork work = Layout::read_work(base, query.stage);
     int32_t tile = work.last;
     softmax.begin();
+    if constexpr (Layout::kIsScaled && !Layout::kHasSoftcap) {
+      softmax.scale = args.softmax_scale * Layout::key_scale(args, work.kv_head) * kLog2E;
+    }
     hold = 0;
     if (work.num_rows <= warpgroup * 64) {
       for (; tile >= work.first; --tile) skip_tile();
@@ -348,14 +352,14 @@ struct PrefillConsumer {
   // What turns outputs into results, while the last product runs.
   __device__ __forceinline__ void find_factors(float (&factors)[2]) const {
     const int thread = thread_here();
-    const int first_head = field<kKvHead>() * Layout::kGroup;
+    const int kv_head = field<kKvHead>(), first_head = kv_head * Layout::kGroup;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warpgroup * 64 + (thread / 32 & 3) * 16 + (thread & 31) / 4 + half * 8;
       const float own_sink = args.sinks[first_head + row % Layout::kGroup];
       const float sum = sum_of_quad(softmax.sum[half]);
       const SinkFactors sink = add_sink(softmax.exponent(half), sum, own_sink);
-      factors[half] = sink.factor * normaliser(sink.sum, 1.f);
+      factors[half] = sink.factor * normaliser(sink.sum, Layout::value_scale(args, kv_head));
     }
   }
 

@@ -24,6 +24,7 @@ class KernelPath(enum.Enum):
     PREFILL = "prefill"
     PREFILL_SM90 = "prefill_sm90"
     PREFILL_SM90_SPLIT = "prefill_sm90_split"
+    GATHER = "gather"
 
 
 SPECIALISED: Final = frozenset({KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT})
@@ -78,29 +79,39 @@ class KernelVariant:
         other_depth: of a decode: one step of a warp in flight where engines have two, two where
             they have one.
         is_wide: more partials in flight while a counter's are merged, more items of an append.
+        vector_stores: an append stores a chunk at once.
+        dear_pieces: a balanced decode thinks that a piece costs twice as much, and cuts less.
     """
 
     warps: int | None = None
     other_depth: bool = False
     is_wide: bool = False
+    vector_stores: bool = False
+    dear_pieces: bool = False
 
     def bits(self, path: KernelPath) -> int:
         """What it adds to the number of a kernel's features, as in `kernels/decode_config.cuh`."""
         if path is KernelPath.APPEND:
-            return _WIDE_APPEND if self.is_wide else 0
+            return _WIDE_APPEND * self.is_wide | _VECTOR_STORES * self.vector_stores
         if path not in DECODE_PATHS:
             return 0
-        return (_OTHER_DEPTH if self.other_depth else 0) | (_WIDE_MERGE if self.is_wide else 0)
+        is_dear = self.dear_pieces and path is KernelPath.DECODE_BALANCED
+        return _OTHER_DEPTH * self.other_depth | _WIDE_MERGE * self.is_wide | _DEAR_PIECES * is_dear
 
     def __str__(self) -> str:
         words = [f"{self.warps} warps"] if self.warps else []
         words += ["other depth"] if self.other_depth else []
-        return ", ".join([*words, *(["wide"] if self.is_wide else [])])
+        words += ["wide"] if self.is_wide else []
+        words += ["vector stores"] if self.vector_stores else []
+        words += ["dear pieces"] if self.dear_pieces else []
+        return ", ".join(words)
 
 
 _OTHER_DEPTH: Final = 8
 _WIDE_MERGE: Final = 16
+_DEAR_PIECES: Final = 32
 _WIDE_APPEND: Final = 8
+_VECTOR_STORES: Final = 16
 USUAL: Final = KernelVariant()
 """What engines run."""
 

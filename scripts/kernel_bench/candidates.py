@@ -45,6 +45,7 @@ FILLINGS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 ITEMS_OF_A_THREAD: Final = (1, 2, 4)
 SMALL: Final = KernelVariant(warps=SMALL_BLOCK_WARPS)
 LARGE: Final = KernelVariant(warps=RESIDENT_WARPS)
+VECTOR: Final = KernelVariant(vector_stores=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def _shared(request: AttentionPlanRequest, slots: int) -> Iterator[AttentionPlan
 
 
 def variants_of(request: AttentionPlanRequest, best: Iterable[Candidate]) -> list[Candidate]:
-    """Kernels of these candidates with another depth, a wider merge, or both."""
+    """Kernels of these candidates: another depth, a wider merge, a schedule that cuts less."""
     found = []
     for each in best:
         for other_depth, is_wide in ((True, False), (False, True), (True, True)):
@@ -118,6 +119,9 @@ def variants_of(request: AttentionPlanRequest, best: Iterable[Candidate]) -> lis
             if is_wide and not isinstance(each.plan, Counter):
                 continue
             variant = dataclasses.replace(each.variant, other_depth=other_depth, is_wide=is_wide)
+            found.append(dataclasses.replace(each, variant=variant))
+        if isinstance(each.plan, Balanced):
+            variant = dataclasses.replace(each.variant, dear_pieces=True)
             found.append(dataclasses.replace(each, variant=variant))
     return _runnable(request, found)
 
@@ -135,16 +139,16 @@ def _runnable(request: AttentionPlanRequest, found: Iterable[Candidate]) -> list
 
 
 def append_candidates(request: AttentionPlanRequest) -> list[Candidate]:
-    """The append as engines cut it, and every other cut with each number of items in flight."""
-    attention, found = request.attention, [Candidate()]
+    """The append as engines cut it, and every other cut, with stores and loads of either kind."""
+    attention = request.attention
+    found = [Candidate(), Candidate(variant=VECTOR)]
     row_items = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
     for rows in (2**power for power in range(MOST_TOKENS_PER_BLOCK.bit_length())):
         items = rows * row_items // ITEM_ELEMENTS
         for each in ITEMS_OF_A_THREAD:
             shape = AppendShape(rows=rows, parts=-(-items // (APPEND_THREADS * each)))
-            found += [
-                Candidate(append=shape, variant=KernelVariant(is_wide=wide))
-                for wide in (False, True)
-                if not wide or each > 2
-            ]
+            found += [Candidate(append=shape), Candidate(append=shape, variant=VECTOR)]
+            if each > 2:  # else there is nothing more to have in flight
+                wide = dataclasses.replace(VECTOR, is_wide=True)
+                found.append(Candidate(append=shape, variant=wide))
     return list(dict.fromkeys(found))

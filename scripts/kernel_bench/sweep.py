@@ -18,7 +18,7 @@ from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.trial import Trial, is_append, is_attention, prepare_trial
 from paged_trt.plugins.launch.trial_memory import TrialMemory
-from paged_trt.plugins.timing import Graphs, Times, measure_in_turn
+from paged_trt.plugins.timing import GRAPH_MICROSECONDS, Graphs, Times, measure_in_turn
 from paged_trt.scripts.kernel_bench.candidates import (
     Candidate,
     append_candidates,
@@ -42,7 +42,8 @@ SWEEP_METHOD: Final = (
     "CUDA-graph replay of as many launches as last about 2 ms; the replays of all candidates "
     "take turns, 3 of each, then 9 of the planner's own and the best 3, with variants of their "
     "kernels (N warps: of a block; other depth: one step in flight instead of two or two instead "
-    "of one; wide: more partials in flight while they are merged, or more items of an append). "
+    "of one; wide: more partials in flight while they are merged, or more items of an append; "
+    "vector stores: 16 or 8 bytes at once; dear pieces: a schedule that cuts less). "
     "Launches take turns on different pages of one pool, at least 190 MB of keys and values where "
     "the pool allows, pages in random order. Before it is timed the result of the first candidate "
     "is compared with float32 on the host (first and last sequence), those of the others with it; "
@@ -70,6 +71,7 @@ class Sweep:
         num_multiprocessors: of the device.
         ceilings: measured limits of the machine.
         kernels: where kernels are loaded.
+        graph_microseconds: a graph of a candidate lasts about this long.
         trial_options: for `prepare_trial`.
         show: gets one line per cell.
         is_interrupted: whether Ctrl-C ended `run`.
@@ -82,6 +84,7 @@ class Sweep:
     num_multiprocessors: int
     ceilings: Mapping[str, float]
     kernels: DeviceKernels = KERNELS
+    graph_microseconds: float = GRAPH_MICROSECONDS
     trial_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     show: Callable[[str], None] = lambda line: None
     is_interrupted: bool = False
@@ -157,8 +160,13 @@ class Sweep:
             right = list(self._right(cell, trials, errors))
             only = is_append if cell.family is Family.APPEND else is_attention
             works = [trials[each].calls(self.stream, only=only) for each in right]
-            estimate = floor * 1.2 + 4.0
-            found = measure_in_turn(self.graphs, works, replays=replays, estimate=estimate)
+            found = measure_in_turn(
+                self.graphs,
+                works,
+                replays=replays,
+                graph_microseconds=self.graph_microseconds,
+                estimate=floor * 1.2 + 4.0,
+            )
         return dict(zip(right, found, strict=True))
 
     @contextlib.contextmanager

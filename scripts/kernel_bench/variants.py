@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
-from paged_trt.plugins.launch.loaded import DeviceKernels, LoadedKernel
+from paged_trt.plugins.launch.loaded import DeviceKernels, LoadedKernel, build_of
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.registry import DECODE_PATHS, USUAL, KernelKey, KernelPath
 from paged_trt.plugins.launch.trial import is_append
@@ -71,7 +71,7 @@ def cut_append(candidate: Candidate, make_launch: Callable[..., Any]) -> Callabl
 
 
 def builds_of(cells: Sequence[Cell], *, arch: str, num_multiprocessors: int) -> list[KernelBuild]:
-    """Every decode and append kernel that a sweep of the cells may time, each once."""
+    """Every kernel that a sweep of the cells may load, each once."""
     found: dict[KernelBuild, None] = {}
     for cell in cells:
         request = cell.request(arch=arch, num_multiprocessors=num_multiprocessors)
@@ -84,7 +84,6 @@ def builds_of(cells: Sequence[Cell], *, arch: str, num_multiprocessors: int) -> 
         for each in wanted:
             plan = each.plan if each.plan is not None else planner.plan(request).plan
             for path in kernel_paths(request, plan):
-                if path in DECODE_PATHS or path in (KernelPath.APPEND, KernelPath.MERGE):
-                    key = KernelKey.of(path, request)
-                    found[variant_build(each, key) or kernel_build(key)] = None
+                key = KernelKey.of(path, request)
+                found[variant_build(each, key) or build_of(key)] = None
     return list(found)

@@ -33,13 +33,18 @@ REGISTERS = 168
 
 
 def key(
-    path: KernelPath, dtype: DType, head_dim: int, group_size: int, **features: bool
+    path: KernelPath,
+    dtype: DType,
+    head_dim: int,
+    group_size: int,
+    kv: DType | None = None,
+    **features: bool,
 ) -> KernelKey:
     return KernelKey(
         path=path,
         arch=ARCH,
         activation_dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=kv or dtype,
         head_dim=head_dim,
         value_head_dim=head_dim,
         group_size=group_size,
@@ -54,6 +59,11 @@ KEYS = [
     key(PLAIN, BF16, 128, 8, has_window=True, has_softcap=True),
     key(PLAIN, BF16, 64, 1, has_window=True),
     key(PLAIN, BF16, 256, 4, has_window=True),
+    # From pages that were gathered out of 8-bit pools: with the scales of those.
+    key(PLAIN, BF16, 128, 4, DType.FLOAT8),
+    key(SPLIT, FP16, 128, 8, DType.INT8, has_window=True, has_softcap=True),
+    key(PLAIN, BF16, 256, 8, DType.FLOAT8, has_softcap=True),
+    key(SPLIT, BF16, 64, 1, DType.INT8),
 ]
 
 
@@ -119,6 +129,14 @@ def test_the_products_and_copies_are_hoppers(tmp_path: Path) -> None:
     assert not re.findall(r"\b(?:LDL|STL)\b", listing)
 
 
+def test_pools_of_8_bits_share_a_kernel() -> None:
+    """What was gathered has one type, whichever pool it came from."""
+    float8, int8 = (
+        prefill_sm90_build(key(PLAIN, BF16, 128, 4, kv)) for kv in (DType.FLOAT8, DType.INT8)
+    )
+    assert float8 == int8 != prefill_sm90_build(KEYS[0])
+
+
 def find_disassembler() -> str | None:
     wheels = Path(pathfinder.find_nvidia_header_directory("cudart")).parent / "bin"
     return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(wheels))
@@ -135,7 +153,7 @@ def test_blocks_fit_a_multiprocessor() -> None:
         dataclasses.replace(KEYS[0], path=KernelPath.PREFILL),
         dataclasses.replace(KEYS[0], head_dim=96, value_head_dim=96),
         dataclasses.replace(KEYS[0], value_head_dim=64),
-        dataclasses.replace(KEYS[0], kv_cache_dtype=DType.FLOAT8),
+        dataclasses.replace(KEYS[0], kv_cache_dtype=FP16),
         dataclasses.replace(KEYS[0], group_size=129),
     ],
     ids=["path", "head_dim", "value_head_dim", "types", "group"],

@@ -138,6 +138,20 @@ def test_attention_without_cache(load: Load) -> None:
     assert "use_cache=True" in message
 
 
+def test_cache_cut_to_a_window(load: Load) -> None:
+    model = load("attention23-concat")
+    cache = variants.value_named(model, "past_key_values.1.key")
+    ((joined, _),) = [use for use in cache.uses() if use[0].op_type == "Concat"]
+    start, end, axis = (
+        variants.constant(model, f"window_{i}", np.array([number], np.int64))
+        for i, number in enumerate((-99, 2**62, 2))
+    )
+    variants.set_input(joined, 0, variants.add(model, "Slice", [cache, start, end, axis]))
+    message = refused(model)
+    assert f"Concat `{joined.name}`, whose first input `variant_Slice" in message
+    assert "`DynamicCache()` of transformers without a configuration" in message
+
+
 def test_no_mask(load: Load) -> None:
     model = load("attention23-past")
     variants.drop_mask(model)

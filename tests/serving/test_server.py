@@ -86,9 +86,7 @@ def request(
     headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
     """Status, JSON and headers of a raw request."""
-    connection = http.client.HTTPConnection(
-        server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS
-    )
+    connection = connect(server)
     try:
         method = "GET" if body is None else "POST"
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -210,9 +208,7 @@ def test_a_body_that_is_no_request_is_refused_in_the_form_of_the_api(
 
 def test_a_body_of_unknown_length_is_counted(serve: Callable[..., ToyServer]) -> None:
     with serve(max_body_bytes=1000) as server:
-        connection = http.client.HTTPConnection(
-            server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS
-        )
+        connection = connect(server)
         headers = {"Content-Type": "application/json"}
         parts = iter([b" " * 600] * 2)
         connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
@@ -387,6 +383,19 @@ def test_a_model_without_a_template_has_no_conversations(
         assert client.completions.create(**ASK).choices[0].text == TEXT
 
 
+def scraped(server: ToyServer) -> dict[tuple[str, ...], float]:
+    """Values by name and labels."""
+    connection = connect(server)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
 def test_metrics_count_what_happened(
     serve: Callable[..., ToyServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,18 +407,9 @@ def test_metrics_count_what_happened(
         streamed(client, stop="two")
         assert was_cancelled.wait(PATIENCE_SECONDS)
         gate.open()
-        connection = http.client.HTTPConnection(
-            server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS
-        )
-        wait_until(lambda: pages_are_free(server.service))
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        samples = {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        # A request that is cancelled is told of after its pages are free.
+        wait_until(lambda: ("paged_trt_requests_total", "cancelled") in scraped(server))
+        samples = scraped(server)
         assert samples["paged_trt_requests_total", "stop"] == 1
         assert samples["paged_trt_requests_total", "cancelled"] == 1
         assert samples["paged_trt_time_to_first_token_seconds_count",] == 2

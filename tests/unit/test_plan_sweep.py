@@ -23,7 +23,8 @@ from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
 from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, DeviceKernels
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import Balanced, Cluster, Counter, Direct, SplitKv
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath, KernelVariant
+from paged_trt.plugins.launch.registry import Feature, KernelKey, KernelPath, KernelVariant
+from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 from paged_trt.plugins.launch.step_sizes import StepSizes
 from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
@@ -158,6 +159,7 @@ def make_sweep(kernels: Kernels, driver: FakeDriver, *, arch: str = "sm_90") -> 
         num_multiprocessors=UNITS,
         ceilings={"read_GBs": 4000.0, "copy_GBs": 3000.0},
         kernels=DeviceKernels(kernels, load=kernels.load, context=lambda: 1),  # type: ignore[arg-type]
+        graph_microseconds=20.0,
         trial_options={
             "make_launch": functools.partial(KernelLaunch, driver=driver),
             "make_clear": functools.partial(MemoryClear, driver=driver),
@@ -231,7 +233,7 @@ def test_a_wrong_kernel_of_the_engine_itself_is_found_by_the_reference() -> None
 def test_appends_are_cut_as_asked_and_compared_byte_by_byte() -> None:
     driver, kernels = FakeDriver(), Kernels()
     driver.launch_us = lambda launched: 100.0 / launched.args["tokens_per_block"]
-    kernels.wrong = {", 8>"}
+    kernels.wrong = {", 24>"}
     # Hopper's prefill kernel would want tensor maps of the driver.
     with make_sweep(kernels, driver, arch="sm_89") as sweep:
         (row,), _ = sweep.run([APPEND])
@@ -319,6 +321,7 @@ KEY = KernelKey(
         (KernelPath.DECODE_COUNTER, KernelVariant(warps=4, is_wide=True), "4, 4, 1, 16>", 128),
         (KernelPath.DECODE_DIRECT, KernelVariant(warps=8, other_depth=True), "4, 8, 1, 8>", 256),
         (KernelPath.APPEND, KernelVariant(is_wide=True, warps=4), "128, 128, 8>", 256),
+        (KernelPath.APPEND, KernelVariant(vector_stores=True), "128, 128, 16>", 256),
         (KernelPath.MERGE, KernelVariant(is_wide=True), "merge<__nv_bfloat16, 128>", 128),
     ],
 )
@@ -390,3 +393,22 @@ def test_a_run_is_a_table_and_a_results_file(
     assert "failed" in said
     # What was compiled ahead is what was loaded.
     assert set(kernels.loaded) <= {build.name_expression for build in compiled}
+
+
+@pytest.mark.parametrize(
+    ("constant", "path", "variant"),
+    [
+        ("kOtherDepth", KernelPath.DECODE_SPLIT, KernelVariant(other_depth=True)),
+        ("kWideMerge", KernelPath.DECODE_COUNTER, KernelVariant(is_wide=True)),
+        ("kDearPieces", KernelPath.DECODE_BALANCED, KernelVariant(dear_pieces=True)),
+        ("kWideAppend", KernelPath.APPEND, KernelVariant(is_wide=True)),
+        ("kVectorStores", KernelPath.APPEND, KernelVariant(vector_stores=True)),
+    ],
+)
+def test_variants_have_the_numbers_of_the_kernels(
+    constant: str, path: KernelPath, variant: KernelVariant
+) -> None:
+    text = (KERNEL_DIRECTORY / "decode_config.cuh").read_text(encoding="utf-8")
+    assert f"constexpr int {constant} = {variant.bits(path)};" in text
+    # None of them is a feature of a layer.
+    assert not variant.bits(path) & sum(feature.value for feature in Feature)

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+from polling import PATIENCE_SECONDS
 
 from paged_trt.plugins.launch import precompile
 
@@ -26,5 +27,5 @@ def test_a_compiler_that_is_killed_is_no_error(
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with caplog.at_level(logging.INFO, "paged_trt"):
         done = precompile.start_compiling([Killed(), Killed()])  # type: ignore[list-item]
-        assert done.result(timeout=60) is None
+        assert done.result(PATIENCE_SECONDS) is None
     assert "one by one" in caplog.text
