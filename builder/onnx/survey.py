@@ -119,9 +119,14 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
 
 
 def _check_axes(model: ir.Model) -> None:
-    """Refuse token ids of a fixed number: a step holds any number, of any number of sequences."""
-    ids = next((each for each in model.graph.inputs if each.name == INPUT_IDS), None)
-    dims = [] if ids is None or ids.shape is None else list(ids.shape)
+    """Refuse a model without token ids, or of a fixed number of them: a step holds any number."""
+    inputs = {each.name: each for each in model.graph.inputs}
+    tokens = inputs.get(INPUT_IDS)
+    if tokens is None or not tokens.uses():
+        raise OnnxRewriteError(
+            INPUT_IDS, "the model does not read this input", "export with token ids as input"
+        )
+    dims = list(tokens.shape or ())
     # An engine step is a batch of one, so that a batch fixed at 1 is as good as an open one.
     open_dims = dims[1:] if dims[:1] == [1] else dims
     if any(isinstance(dim, int) for dim in open_dims):
@@ -130,6 +135,13 @@ def _check_axes(model: ir.Model) -> None:
             f"its shape is [{', '.join(map(str, dims))}], and a step holds any number of tokens "
             "of any number of sequences",
             "export with the batch and token axes dynamic (`dynamic_shapes` of torch.onnx.export)",
+        )
+    mask = inputs.get(ATTENTION_MASK)
+    if mask is not None and mask.shape is not None and len(mask.shape) != 2:
+        raise OnnxRewriteError(
+            ATTENTION_MASK,
+            f"it has {len(mask.shape)} axes, and a mask of padding has [batch, past + new tokens]",
+            "export with a mask of padding, of which the model makes its causal mask itself",
         )
 
 
@@ -150,11 +162,6 @@ def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
                 "this graph input is neither tokens, mask, positions nor a layer's KV cache",
                 "export a text decoder whose only state is the KV cache of its attention nodes",
             )
-    tokens = next((each for each in model.graph.inputs if each.name == INPUT_IDS), None)
-    if tokens is None or not tokens.uses():
-        raise OnnxRewriteError(
-            INPUT_IDS, "the model does not read this input", "export with token ids as input"
-        )
     for each in model.graph.inputs:
         if each.name in {INPUT_IDS, POSITION_IDS} and each.dtype is not ir.DataType.INT64:
             raise OnnxRewriteError(

@@ -371,6 +371,23 @@ def test_fixed_number_of_tokens(load: Load, dialect: str, shape: list[object]) -
     assert "dynamic_shapes" in message
 
 
+def test_mask_of_scores_as_an_input(load: Load) -> None:
+    model = load("attention23-concat")
+    mask = variants.value_named(model, "attention_mask")
+    mask.shape = ir.Shape(["batch", 1, "new", "total"])
+    assert "`attention_mask`: it has 4 axes" in refused(model)
+
+
+@pytest.mark.parametrize("dialect", ["gqa", "attention23-concat"])
+def test_embeddings_instead_of_token_ids(load: Load, dialect: str) -> None:
+    model = load(dialect)
+    ids = variants.value_named(model, "input_ids")
+    ids.name = "inputs_embeds"
+    message = refused(model)
+    assert "`input_ids`: the model does not read this input" in message
+    assert "token ids as input" in message
+
+
 def test_batch_fixed_at_one(load: Load) -> None:
     model = load("gqa")
     variants.value_named(model, "input_ids").shape = ir.Shape([1, "sequence"])
