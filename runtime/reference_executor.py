@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ExecutionError, PackageMissingError, UnsupportedError
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import (
     INPUT_IDS,
     LOGITS,
@@ -24,15 +23,19 @@ from paged_trt.plugins.tensors import (
     Role,
     pool_output_name,
 )
-from paged_trt.runtime.dense import EXACT_PRODUCTS
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.kv_scales import checked_scales
-from paged_trt.runtime.reference_model import ReferenceModel, open_reference_model
+from paged_trt.runtime.onnxruntime_session import (
+    import_onnxruntime,
+    make_session,
+    ort_value,
+    zero_pools,
+)
+from paged_trt.runtime.reference_model import open_reference_model
 from paged_trt.runtime.sampler import Sampling
 from paged_trt.runtime.step_sampling import Sampled, sampled_on_host
 
 Array = npt.NDArray[Any]
-_RAW: Final[dict[int, type[np.unsignedinteger[Any]]]] = {1: np.uint8, 2: np.uint16}
 BFLOAT16_NOTE: Final = (
     "onnxruntime multiplies no bfloat16 on a CPU: the model runs as its float32 upcast, "
     "with bfloat16 pools as they are"
@@ -72,7 +75,7 @@ class ReferenceExecutor:
         keeps_layers: bool = False,
     ) -> None:
         self._spec = spec
-        runtime = _import_onnxruntime()
+        runtime = import_onnxruntime()
         self._scales = checked_scales(spec, kv_scales or {})
         model = open_reference_model(
             model_path, spec, keeps_layers=keeps_layers or spec.layer_outputs
@@ -80,9 +83,9 @@ class ReferenceExecutor:
         self._layer_names = model.layer_names
         self._layer_outputs: list[Array] = []
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
-        self._session: Any = _make_session(runtime, model, model_path)
+        self._session: Any = make_session(runtime, model)
         # onnxruntime reads and writes these arrays in place.
-        self._pools = [_zero_pools(spec), _zero_pools(spec)]
+        self._pools = [zero_pools(spec), zero_pools(spec)]
         self._current = 0
         self._bindings = [self._bind(runtime, index) for index in (0, 1)]
 
@@ -283,51 +286,7 @@ class ReferenceExecutor:
         for name, array in self._scales.items():
             binding.bind_cpu_input(name, array)
         for name, array in self._pools[index].items():
-            binding.bind_ortvalue_input(name, _ort_value(runtime, array))
+            binding.bind_ortvalue_input(name, ort_value(runtime, array))
         for name, array in self._pools[1 - index].items():
-            binding.bind_ortvalue_output(pool_output_name(name), _ort_value(runtime, array))
+            binding.bind_ortvalue_output(pool_output_name(name), ort_value(runtime, array))
         return binding
-
-
-def _import_onnxruntime() -> ModuleType:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise PackageMissingError(
-            "the reference executor needs onnxruntime, which is not installed; "
-            '`pip install "paged-trt[compare]"`'
-        ) from error
-    module: ModuleType = onnxruntime
-    return module
-
-
-def _make_session(runtime: ModuleType, model: ReferenceModel, model_path: Path) -> Any:
-    options = runtime.SessionOptions()
-    options.use_deterministic_compute = True
-    # Errors are raised: onnxruntime need not print them as well.
-    options.log_severity_level = 4
-    options.add_session_config_entry(*EXACT_PRODUCTS)
-    try:
-        with model.file() as path:
-            return runtime.InferenceSession(
-                str(path), sess_options=options, providers=["CPUExecutionProvider"]
-            )
-    except Exception as error:  # onnxruntime has no base class of its own
-        raise UnsupportedError(
-            f"onnxruntime {runtime.__version__} cannot load {model_path}: {error}; "
-            'try `pip install --upgrade "paged-trt[compare]"`'
-        ) from error
-
-
-def _zero_pools(spec: EngineSpec) -> dict[str, Array]:
-    return {
-        pool.name: np.zeros([int(dim) for dim in pool.dims], pool.dtype.numpy)
-        for pool in spec.pools()
-    }
-
-
-def _ort_value(runtime: ModuleType, array: Array) -> Any:
-    """The array as an OrtValue on the same memory; onnxruntime knows no type of ml_dtypes."""
-    element_type = next(each for each in DType if np.dtype(each.numpy) == array.dtype)
-    raw = array.view(_RAW[array.itemsize])
-    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type.onnx)

@@ -176,7 +176,9 @@ def run_probe(name: str, *words: str, environment: Mapping[str, str] | None = No
             env=variables,
         )
     except subprocess.TimeoutExpired:
-        return _error(UnsupportedError.code, f"it did not answer in {TIMEOUT_SECONDS} seconds")
+        hint = "it hangs, or this machine is busy: run `paged-trt doctor` again when it is not"
+        message = f"it did not answer in {TIMEOUT_SECONDS} seconds; {hint}"
+        return _error(UnsupportedError.code, message)
     lines = done.stdout.strip().splitlines()
     try:
         found = json.loads(lines[-1])

@@ -31,7 +31,7 @@ WIDTH: Final = 84
 COMMANDS: Final = (
     "paged-trt build model.onnx -o engine --max-batch-size 4 --max-input-len 256 "
     "--max-kv-cache-capacity 512",
-    "paged-trt inspect engine | tail -n 12",
+    "paged-trt inspect engine | tail -n 13",
     "paged-trt compare model.onnx engine --executor reference --prompt-lens 127,129",
     "paged-trt build model.onnx -o smaller --max-batch-size 4 --max-input-len 256 "
     "--max-kv-cache-capacity 512 --kv-pool-pages 12",

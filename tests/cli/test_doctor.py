@@ -102,8 +102,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_engine_dir(folder / "toy" / "model.onnx", folder / "engine")
 
 
-def test_this_machine_can_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_can_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For real: the tests run where onnxruntime is."""
+    # A busy machine takes long to compile seven kernels, and that is no finding of this test.
+    monkeypatch.setattr(doctor_probes, "TIMEOUT_SECONDS", 3600)
     data = diagnosed(capsys, 0)
     assert data["executors"]["reference"] == {"can_serve": True, "reason": None}
     assert finding(data, "NVRTC and kernels")["status"] == OK
@@ -242,7 +246,7 @@ def test_a_probe_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch
     assert "exit code 7" in odd["error"]["message"]
     monkeypatch.setattr(doctor_probes, "TIMEOUT_SECONDS", 0.5)
     slow = run("import time; time.sleep(60)")
-    assert "did not answer" in slow["error"]["message"]
+    assert "this machine is busy" in slow["error"]["message"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
