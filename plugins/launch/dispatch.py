@@ -66,7 +66,7 @@ LaunchMaker = Callable[..., Launch]
 ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
-_GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table")
+_GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table", "tile_counter")
 _ADDRESS_FIELDS: Final = frozenset(
     (*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS, *_GATHERED_FIELDS)
 )
@@ -184,8 +184,10 @@ class PreparedStep:
         )
         gathers = isinstance(self.plan, PrefillPlan) and self.plan.gathers
         self._gathered = gather_workspace(request) if gathers else None
-        takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
-        self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
+        self._takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
+        # The gather kernel clears the counter on its way.
+        needs_clear = self._takes_tiles and not gathers
+        self._counter = make_clear(COUNTER_BYTES) if needs_clear else None
         # All are found before one is launched.
         loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
@@ -204,6 +206,7 @@ class PreparedStep:
         operands["partial_output"] = addresses.workspace
         operands["partial_lse"] = addresses.workspace + self._workspace.lse_offset
         operands["counters"] = addresses.workspace + self._workspace.counter_offset
+        operands["tile_counter"] = 0
         operands |= self._gathered_addresses(addresses)
         for kernel in self._kernels:
             block = kernel.block
@@ -221,11 +224,11 @@ class PreparedStep:
         keys, values = (addresses.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
         if self._gathered is not None:
             request, pool = as_gathered(request), self._gathered.pool(request)
-            keys, values, table = self._gathered_addresses(addresses).values()
+            keys, values, table, counter = self._gathered_addresses(addresses).values()
             block.page_table, block.num_pages = table, pool.num_pages
-            counter += self._gathered.counter_offset
         if self._counter is not None:
-            block.tile_counter = self._counter.address = counter
+            self._counter.address = counter
+        block.tile_counter = counter if self._takes_tiles else 0
         set_pool_maps(block, keys, values, request=request, pool=pool, encode_map=self._encode_map)
 
     def launch(self, stream: int) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paged_models
 import pytest
 from engine_dirs import small_spec, write_manifest, write_plan
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, KernelCompileError, UnsupportedError
@@ -21,9 +23,10 @@ from paged_trt.plugins.launch.tuned import TuningTarget
 from paged_trt.plugins.launch.tuned_file import read_tuned
 from paged_trt.plugins.launch.tuner import TimePlan, engine_requests
 from paged_trt.plugins.manifest import MANIFEST_FILE, SourceRecord
+from paged_trt.plugins.tensors import kv_scales_name
 from paged_trt.scripts import tune, tune_device
 from paged_trt.scripts.cli import main
-from paged_trt.scripts.example_models.toy import write_toy
+from paged_trt.scripts.example_models.toy import TOY, write_toy
 from paged_trt.scripts.tune import tune_all
 from paged_trt.scripts.tune_report import TuneRun, problem_lines, to_json, tunings_table
 
@@ -195,7 +198,7 @@ def test_a_step_that_fails_loses_nothing_that_was_timed(
     assert (code, kept) == (3, 1)
     assert "no such instruction" in error
     assert "N 1, M 32" in error
-    assert "1 steps were timed and are kept" in error
+    assert "timed steps, which are kept: 1;" in error
     data = json.loads((tmp_path / "times.json").read_text())
     assert [each["code"] for each in data["failed"]] == ["PTRT-K002"]
     assert len(data["tunings"]) == 1
@@ -300,3 +303,24 @@ def test_a_build_says_how_much_an_explicit_split_takes_and_what_fits(
     assert "`split:256` (582,400,000 bytes)" in error
     assert main([*words, "split:256"]) == 0
     assert "582,400,000" in capsys.readouterr().out
+
+
+def test_a_build_takes_gather_for_8_bit_pools_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_toy(tmp_path / "toy", "attention23-past")
+    words = [
+        *("build", str(tmp_path / "toy" / "model.onnx"), "--dry-run"),
+        *("--max-batch-size", "2", "--max-input-len", "64", "--max-kv-cache-capacity", "256"),
+        *("--attention-plan", "gather"),
+    ]
+    assert main(words) == 2
+    assert "a float16 pool is read as it is; leave it to `auto`" in capsys.readouterr().err
+    scales = np.ones((2, TOY.num_kv_heads), np.float32)
+    file = tmp_path / "scales.safetensors"
+    save_file({kv_scales_name(layer): scales for layer in range(TOY.num_layers)}, file)
+    assert main([*words, "--kv-cache-dtype", "float8", "--kv-scales", str(file)]) == 0
+    # Two sequences of two pages: keys and values of every key head, the table, the counter.
+    out = capsys.readouterr().out
+    heads = TOY.num_kv_heads * TOY.head_dim
+    assert f"{4 * 128 * heads * 2 * 2 + 256 + 4:,}" in out
