@@ -116,8 +116,9 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # What runs an engine needs what `unpack` installs.
-    from paged_trt.scripts.gpu_host.phases import PHASES, Settings, describe, steps_of
+    from paged_trt.scripts.gpu_host.phases import PHASES, describe, steps_of
     from paged_trt.scripts.gpu_host.running import run_phases
+    from paged_trt.scripts.gpu_host.settings import Settings
 
     settings = Settings(
         output=options.output.resolve(),

@@ -19,7 +19,8 @@ from paged_trt.plugins.files import write_text
 from paged_trt.scripts.gpu_host.device_tests import END_SECONDS
 from paged_trt.scripts.gpu_host.host_results import name_commit
 from paged_trt.scripts.gpu_host.kit import ROOT
-from paged_trt.scripts.gpu_host.phases import Settings, Step, steps_of
+from paged_trt.scripts.gpu_host.phases import steps_of
+from paged_trt.scripts.gpu_host.settings import Settings, Step
 
 SUMMARY_FILE: Final = "summary.json"
 LEAST_SECONDS: Final = 5.0

@@ -15,9 +15,13 @@ from paged_trt.plugins.manifest import read_manifest
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
-from paged_trt.scripts.gpu_host.phases import TEXTS
 from paged_trt.scripts.prompts import open_tokenizer
 
+TEXTS: Final = (
+    "What is the capital of France?",
+    "Which planet is called the red planet, and why is it red?",
+    "Write one short sentence about the sea.",
+)
 IDS: Final = ("1,2,3", "5,6,7,8,9,10,11", "3")
 """Prompts of a model without a tokenizer."""
 

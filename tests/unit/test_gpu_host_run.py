@@ -39,7 +39,8 @@ from paged_trt.scripts.gpu_host import (
 )
 from paged_trt.scripts.gpu_host.command import main
 from paged_trt.scripts.gpu_host.kit import ROOT
-from paged_trt.scripts.gpu_host.phases import ALONE, PHASES, Settings, Step, steps_of
+from paged_trt.scripts.gpu_host.phases import ALONE, PHASES, steps_of
+from paged_trt.scripts.gpu_host.settings import Settings, Step
 from paged_trt.scripts.results import Results, read_results
 
 Make = Callable[..., Settings]
