@@ -104,6 +104,18 @@ def kernel_paths(
     return (KernelPath.APPEND, *_DECODE_KERNELS[type(plan)])
 
 
+def kernel_keys(
+    request: AttentionPlanRequest, plan: AttentionPlan | PrefillPlan
+) -> tuple[KernelKey, ...]:
+    """Keys of the kernels of one step, in launch order.
+
+    Raises:
+        KernelLaunchError: the device has no kernel for the plan.
+    """
+    forms = plan.forms if isinstance(plan, PrefillPlan) else ()
+    return tuple(KernelKey.of(path, request, forms=forms) for path in kernel_paths(request, plan))
+
+
 def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
     """Every kernel that a layer may launch, whatever N, T and M are."""
     is_covered = refusal(request) is None
@@ -175,7 +187,7 @@ class PreparedStep:
         takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
         self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
         # All are found before one is launched.
-        loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
+        loaded = [registry.find(key) for key in kernel_keys(request, self.plan)]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
         # The counter first, so that it is clear long before it is needed.
         clears: list[Launch] = [] if self._counter is None else [self._counter]

@@ -91,6 +91,7 @@ class KernelBuild:
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         head_tiles: tiles of query heads that a block serves; 0 where it does not matter.
+        macros: defined as 1 ahead of the source.
     """
 
     source: str
@@ -98,6 +99,7 @@ class KernelBuild:
     threads: int
     shared_bytes: int = 0
     head_tiles: int = 0
+    macros: tuple[str, ...] = ()
 
 
 def kernel_build(key: KernelKey) -> KernelBuild:

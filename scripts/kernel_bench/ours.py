@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.launch.dispatch import kernel_paths
+from paged_trt.plugins.launch.dispatch import kernel_keys, kernel_paths
 from paged_trt.plugins.launch.loaded import KERNELS
-from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
-from paged_trt.plugins.launch.plans import AttentionPlan
+from paged_trt.plugins.launch.planner import Planner, PolicyPlanner, candidates
+from paged_trt.plugins.launch.plans import AttentionPlan, PrefillPlan
+from paged_trt.plugins.launch.prefill_forms import (
+    FixedPrefillPlanner,
+    name_of,
+    prefill_candidates,
+)
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.step_sizes import page_tables, pool_spec, sets_in_turn
@@ -77,7 +82,7 @@ class OurKernels:
         count = sets_in_turn(cell.sizes, cell.attention, cell.kv, pool)
         return page_tables(cell.sizes, pool, num_sets=count)
 
-    def prepare(self, cell: Cell, plan: AttentionPlan | None = None) -> Trial:
+    def prepare(self, cell: Cell, plan: AttentionPlan | PrefillPlan | None = None) -> Trial:
         """A trial of the cell; it lies in the memory until that is released.
 
         Args:
@@ -88,9 +93,9 @@ class OurKernels:
             PagedTrtError: no kernel covers it, or there is too little memory.
         """
         request = self.request(cell)
-        planner = self._planner if plan is None else PolicyPlanner(explicit=plan)
+        planner = self._planner_of(plan)
         chosen = planner.plan(request).plan
-        KERNELS.warm(KernelKey.of(path, request) for path in kernel_paths(request, chosen))
+        KERNELS.warm(kernel_keys(request, chosen))
         return prepare_trial(self._memory, request, cell.sizes, planner=planner)
 
     def time(self, cell: Cell, *, estimate: float, all_plans: bool = False) -> OurTimes:
@@ -107,12 +112,25 @@ class OurKernels:
             for plan in candidates(self.request(cell)):
                 if plan != planned.plan:
                     others[str(plan)] = round(self._time(cell, plan, estimate).median, 2)
+        if all_plans and cell.family is Family.PREFILL:
+            forms = prefill_candidates(self.request(cell))
+            others = {
+                name_of(plan, forms): round(self._time(cell, plan, estimate).median, 2)
+                for plan in forms
+            }
         text = f"{planned.plan} ({planned.source.value})"
         if cell.family is not Family.DECODE:
             text = self._paths(cell)
         return OurTimes(times=times, plan=text, plans_us=others)
 
-    def _time(self, cell: Cell, plan: AttentionPlan | None, estimate: float) -> Times:
+    def _planner_of(self, plan: AttentionPlan | PrefillPlan | None) -> Planner:
+        if plan is None:
+            return self._planner
+        if isinstance(plan, PrefillPlan):
+            return FixedPrefillPlanner(plan)
+        return PolicyPlanner(explicit=plan)
+
+    def _time(self, cell: Cell, plan: AttentionPlan | PrefillPlan | None, estimate: float) -> Times:
         only = is_append if cell.family is Family.APPEND else is_attention
         try:
             trial = self.prepare(cell, plan)
@@ -141,9 +159,10 @@ def kernels_of(cells: Iterable[Cell], target: TuningTarget, *, all_plans: bool) 
     keys: set[KernelKey] = set()
     for cell in cells:
         request = cell.request(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
-        is_decode = all_plans and request.is_decode
-        plans = [planner.plan(request).plan, *(candidates(request) if is_decode else ())]
-        keys.update(
-            KernelKey.of(path, request) for plan in plans for path in kernel_paths(request, plan)
-        )
+        plans = [planner.plan(request).plan]
+        if all_plans and request.is_decode:
+            plans += candidates(request)
+        elif all_plans and cell.family is Family.PREFILL:
+            plans += prefill_candidates(request)
+        keys.update(key for plan in plans for key in kernel_keys(request, plan))
     return keys
