@@ -322,6 +322,30 @@ def first_visible_page(past_len: int, window: int) -> int:
     return max(0, past_len - window + 1) // TOKENS_PER_PAGE
 
 
+def most_pages_read(*, num_tokens: int, num_seqs: int, table_width: int, window: int) -> int:
+    """Pages that a step may read, each counted for every sequence that reads it.
+
+    However the tokens fall on the sequences: c tokens of one see window + c - 1 positions at most,
+    which begin anywhere in a page.
+
+    Args:
+        num_tokens: new tokens of all sequences.
+        num_seqs: sequences.
+        table_width: pages that a sequence may have.
+        window: keys visible to the left including self; negative where all are.
+    """
+    every = num_seqs * table_width
+    if window < 0:
+        return every
+    seen = num_tokens + num_seqs * (window + TOKENS_PER_PAGE - 3)
+    return min(every, seen // TOKENS_PER_PAGE + num_seqs)
+
+
+def bytes_of_pages(count: int, *, token_bytes: int) -> int:
+    """Bytes of `count` pages of tokens of a size."""
+    return count * TOKENS_PER_PAGE * token_bytes
+
+
 def table_width_buckets(pool: KvPoolSpec) -> tuple[int, ...]:
     """Page-table widths that a step may use: powers of two, then the maximum."""
     return power_of_two_buckets(pool.max_pages_per_seq)

@@ -8,6 +8,7 @@ is `kept`, and the builder raises the kept exception as the cause of its own. `c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -117,9 +118,10 @@ class PagedAttentionPlugin(
         if cuda.driver_available() and device.context_id():
             self._arch = cuda.device_arch()
             self._num_multiprocessors = cuda.multiprocessors()
-            KERNELS.warm(warm_keys(self._plan_request(_ANY_STEP)))
-            if self.spec.attention_plan is None:
-                self._planner = PolicyPlanner(explicit=None, tuned=tuned_plans())
+            request = self._plan_request(_ANY_STEP)
+            KERNELS.warm(warm_keys(request, gathers=self._planner.may_gather(request)))
+            if self._planner.uses_tuned:
+                self._planner = dataclasses.replace(self._planner, tuned=tuned_plans())
 
     def get_aliased_input(self, output: int) -> int:
         """Input whose memory an output uses; must not raise: TensorRT would drop the alias."""

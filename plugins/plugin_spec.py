@@ -27,6 +27,7 @@ from paged_trt.plugins.launch.plans import (
     Cluster,
     Counter,
     Direct,
+    Gather,
     SplitKv,
 )
 from paged_trt.plugins.operands import LAYOUTS, InputLayout
@@ -39,7 +40,7 @@ SERIALIZED_FIELDS: Final = (ABI_FIELD, *INT_ATTRIBUTES, *FLOAT_ATTRIBUTES, *CODE
 """Names of the fields in a plan; a change needs a new ABI_VERSION."""
 
 _ROUTE_CODES: Final = {Route.PLUGIN: 0, Route.GQA: 1}
-_AUTO, _DIRECT, _SPLIT, _CLUSTER, _COUNTER, _BALANCED = range(6)
+_AUTO, _DIRECT, _SPLIT, _CLUSTER, _COUNTER, _BALANCED, _GATHER = range(7)
 """Codes of `attention_plan`; append only, as all codes of a plan. What shares keys among blocks
 has their number in `partition_tokens`."""
 _BLOCK_CODES: Final[dict[int, type[Cluster] | type[Counter]]] = {
@@ -50,6 +51,7 @@ _PLAIN_CODES: Final[dict[int, AttentionPlan | None]] = {
     _AUTO: None,
     _DIRECT: Direct(),
     _BALANCED: Balanced(),
+    _GATHER: Gather(),
 }
 
 FieldArray = npt.NDArray[np.int32] | npt.NDArray[np.float32]
@@ -155,7 +157,7 @@ def _plan(codes: Mapping[str, int], where: str) -> AttentionPlan | None:
     if kind in _BLOCK_CODES:
         return _BLOCK_CODES[kind](blocks=partition)
     if kind not in _PLAIN_CODES:
-        known = [_AUTO, _DIRECT, _SPLIT, _CLUSTER, _COUNTER, _BALANCED]
+        known = sorted({_SPLIT, *_BLOCK_CODES, *_PLAIN_CODES})
         raise SpecMismatchError("attention_plan", f"one of {known}", kind, where=where)
     return _PLAIN_CODES[kind]
 

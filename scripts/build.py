@@ -76,7 +76,8 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
 )
 @click.option(
     "--attention-plan",
-    help="Fix the plan: direct, balanced, cluster:BLOCKS, counter:BLOCKS or split:TOKENS.",
+    help="Fix the plan: direct, balanced, cluster:BLOCKS, counter:BLOCKS or split:TOKENS; gather: "
+    "of prefill steps over a float8 or int8 pool.",
 )
 @click.option(
     "--float16-sums",

@@ -19,6 +19,7 @@ from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.plugins.files import write_text
 from paged_trt.plugins.kv import pages_for_tokens
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
+from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import require_tuned_place, write_tuned
@@ -103,7 +104,8 @@ def command(
     """Time the attention plans of ENGINE_DIR's decode steps on this GPU and keep the fastest.
 
     Engines that run on this GPU find the plans when they are loaded, as long as driver and
-    kernels stay what they are. An engine built with `--attention-plan` does not look for them.
+    kernels stay what they are. An engine built with `--attention-plan` does not look for them,
+    unless the plan is `gather`.
     The file lies in the kernel cache (PAGED_TRT_CACHE_DIR); deleting it is safe.
 
     \b
@@ -170,7 +172,8 @@ def _requests(engine_dir: Path | None, shapes: dict[str, Any]) -> list[Attention
         if shapes["heads"] is not None:
             raise ConfigError("`--heads` describes a layer without an engine; leave it out")
         manifest = read_manifest(engine_dir)
-        if manifest.build.attention_plan is not None:
+        explicit = parse_attention_plan(manifest.build.attention_plan or AUTO)
+        if not PolicyPlanner(explicit=explicit).uses_tuned:
             raise ConfigError(
                 f"{engine_dir} was built with `--attention-plan {manifest.build.attention_plan}`, "
                 "which switches tuning off; rebuild it without"
@@ -214,15 +217,16 @@ def describe(request: AttentionPlanRequest) -> str:
     """A request in one line."""
     attention, step = request.attention, request.step
     window = "" if attention.window == FULL_WINDOW else f", window {attention.window}"
+    tokens = "" if request.is_decode else f"T {step.num_tokens}, "
     return (
         f"{attention.num_q_heads}/{attention.num_kv_heads} x {attention.head_dim} "
-        f"{request.kv_cache_dtype.value}{window}, N {step.num_seqs}, M {step.table_width}"
+        f"{request.kv_cache_dtype.value}{window}, {tokens}N {step.num_seqs}, M {step.table_width}"
     )
 
 
 def _plans_table(requests: Sequence[AttentionPlanRequest]) -> Table:
     """What the planner would do, and what a tuner would time."""
-    table = Table(title="Decode steps and their plans", title_justify="left")
+    table = Table(title="Steps and their plans", title_justify="left")
     for name in ("layer and step", "plan", "why", "candidates"):
         table.add_column(name)
     planner = PolicyPlanner(explicit=None)

@@ -19,7 +19,7 @@ from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN, StepSizes
 from paged_trt.plugins.launch.trial import is_attention, prepare_trial
 from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.plugins.launch.tuner import TimePlan, step_lengths
+from paged_trt.plugins.launch.tuner import TimePlan, query_lengths, step_lengths
 from paged_trt.plugins.timing import DriverGraphs, measure
 
 FREE_PART: Final = 0.8
@@ -33,16 +33,18 @@ def on_device(request: AttentionPlanRequest, target: TuningTarget) -> AttentionP
     )
 
 
-def decode_sizes(request: AttentionPlanRequest) -> StepSizes:
-    """Lengths of the sequences of a timed decode step."""
-    num_seqs = request.step.num_seqs
-    lengths = step_lengths(num_seqs, tokens_in_pages(request.step.table_width))
-    return StepSizes(query_lens=(1,) * num_seqs, kv_lens=tuple(lengths))
+def step_sizes(request: AttentionPlanRequest) -> StepSizes:
+    """Lengths of the sequences of a timed step."""
+    step = request.step
+    queries = query_lengths(step.num_seqs, step.num_tokens)
+    lengths = step_lengths(step.num_seqs, tokens_in_pages(step.table_width))
+    return StepSizes(query_lens=tuple(queries), kv_lens=tuple(map(max, queries, lengths)))
 
 
 def keys_of(request: AttentionPlanRequest, plan: AttentionPlan) -> list[KernelKey]:
     """Kernels of a step under a plan."""
-    return [KernelKey.of(path, request) for path in kernel_paths(request, plan)]
+    planned = PolicyPlanner(explicit=plan).plan(request).plan
+    return [KernelKey.of(path, request) for path in kernel_paths(request, planned)]
 
 
 def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
@@ -52,7 +54,7 @@ def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
     """
     needed = [
         # Whole pages, and the wider of keys and values.
-        2 * max(BYTES_IN_TURN, decode_sizes(request).kv_bytes(request.attention,
+        2 * max(BYTES_IN_TURN, step_sizes(request).kv_bytes(request.attention,
                                                               request.kv_cache_dtype))
         for request in requests
     ]  # fmt: skip
@@ -93,7 +95,7 @@ def timing_source(
 
         def time_plan(request: AttentionPlanRequest, plan: AttentionPlan) -> float:
             kernels.warm(keys_of(request, plan))
-            sizes = decode_sizes(request)
+            sizes = step_sizes(request)
             try:
                 trial = prepare_trial(
                     memory,

@@ -163,12 +163,31 @@ struct PrefillArgs {
   float softcap;  // 0: off
 };
 
+// Gather the pages that a prefill step reads out of an 8-bit pool. Gathered pages hold elements of
+// the activations' type; there is a slot for every page that the step may read.
+struct GatherArgs {
+  const void* key_pool;  // [num_pages, Hkv, 128, D]
+  const void* value_pool;  // [num_pages, Hkv, 128, Dv]
+  const int32_t* page_table;  // [N, M], -1 unused
+  const int32_t* query_start_offsets;  // [N + 1]
+  const int32_t* past_lens;  // [N], tokens before this step
+  void* gathered_keys;  // [slots, Hkv, 128, D]
+  void* gathered_values;  // [slots, Hkv, 128, Dv]
+  int32_t* gathered_table;  // [N, M], slots; written where a query sees the page
+  int32_t num_seqs;  // N
+  int32_t table_width;  // M
+  int32_t num_pages;
+  int32_t num_kv_heads;  // Hkv
+  int32_t window;  // -1: all keys
+};
+
 // A tensor map of the driver's.
 struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-// The same for Hopper: keys and values come by bulk tensor copies.
+// The same for Hopper: keys and values come by bulk tensor copies, from the pools or from the pages
+// that were gathered out of them, which then are what maps, page table and page count are about.
 struct PrefillSm90Args {
   TensorMap key_map;  // of the key pool
   TensorMap value_map;  // of the value pool
@@ -192,7 +211,7 @@ struct PrefillSm90Args {
   int32_t window;  // -1: all keys
   float softmax_scale;  // positive
   float softcap;  // 0: off
-  int32_t reserved[2];  // up to the alignment of the maps
+  const float* kv_scales;  // [2, Hkv], keys before values; read where pages were gathered
 };
 
 }  // namespace paged_trt

@@ -13,6 +13,8 @@
 // read. Values that no row of a tile sees are made zero, because a weight of 0 does not hide NaN.
 //
 // `is_split`: the blocks of a cluster share the keys of one tile and merge what they get.
+// `is_scaled`: keys and values were gathered out of 8-bit pools as they are (gather.cu); the scales
+// of the pool are part of the softmax scale and of the factors that normalise.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -37,11 +39,11 @@ struct ConsumerOf<Layout, true> {
 };
 
 template <class Element, int head_dim, int value_head_dim, int group_size, bool has_window,
-          bool has_softcap, bool is_split>
+          bool has_softcap, bool is_split, bool is_scaled = false>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Args args) {
   using Layout = PrefillLayout<Element, head_dim, value_head_dim, group_size, has_window,
-                               has_softcap, is_split>;
+                               has_softcap, is_split, is_scaled>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned base = (shared_address(shared) + 1023) & ~1023u;
   if (threadIdx.x == 0) {

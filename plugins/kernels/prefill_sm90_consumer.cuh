@@ -46,6 +46,9 @@ struct PrefillConsumer : AheadSteps<Layout> {
     const QueryWork work = Layout::read_work(base, query.stage);
     int32_t tile = work.last;
     softmax.begin();
+    if constexpr (Layout::kIsScaled && !Layout::kHasSoftcap) {
+      softmax.scale = args.softmax_scale * Layout::key_scale(args, work.kv_head) * kLog2E;
+    }
     hold = 0;
     if (work.num_rows <= warpgroup * 64) {
       for (; tile >= work.first; --tile) skip_tile();

@@ -42,7 +42,7 @@ struct RingPlace {
 };
 
 template <class Element, int head_dim, int value_head_dim, int group_size, bool has_window,
-          bool has_softcap, bool is_split>
+          bool has_softcap, bool is_split, bool is_scaled = false>
 struct PrefillLayout {
   using Type = Element;
   static constexpr int kHeadDim = head_dim;
@@ -51,6 +51,7 @@ struct PrefillLayout {
   static constexpr bool kHasWindow = has_window;
   static constexpr bool kHasSoftcap = has_softcap;
   static constexpr bool kIsSplit = is_split;
+  static constexpr bool kIsScaled = is_scaled;  // keys and values have a scale for each key head
   static_assert(head_dim % 16 == 0 && value_head_dim % 16 == 0, "whole steps of 16 columns");
   static_assert(group_size <= kQueryRows, "a tile holds one token at least");
   // Boxes have 64 columns; those that a head does not have are zero.
@@ -174,6 +175,14 @@ struct PrefillLayout {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address + 16), "r"(work.last),
                  "r"(work.first), "r"(work.sequence), "r"(work.flags)
                  : "memory");
+  }
+
+  static __device__ __forceinline__ float key_scale(const PrefillSm90Args& args, int32_t kv_head) {
+    return is_scaled ? args.kv_scales[kv_head] : 1.f;
+  }
+  static __device__ __forceinline__ float value_scale(const PrefillSm90Args& args,
+                                                      int32_t kv_head) {
+    return is_scaled ? args.kv_scales[args.num_kv_heads + kv_head] : 1.f;
   }
 
   // The id of the page of a key tile.

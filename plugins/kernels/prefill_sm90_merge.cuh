@@ -104,7 +104,7 @@ struct TileMerger {
         total[2 * i + 1] += of_rank == 0.f ? 0.f : of_rank * pair.y;
       }
     }
-    const float factor = normaliser(sum, 1.f);
+    const float factor = normaliser(sum, Layout::value_scale(args, work.kv_head));
     Element* target = output_row<Layout>(args, work.first_token, work.kv_head, row);
     uint32_t* out = reinterpret_cast<uint32_t*>(target) + lane;
 #pragma unroll

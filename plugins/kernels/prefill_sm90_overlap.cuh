@@ -95,6 +95,9 @@ struct OverlappingConsumer : AheadSteps<Layout> {
   __device__ __forceinline__ bool attend(Scores& scores, Outputs& outputs) {
     const QueryWork work = Layout::read_work(base, query.stage);
     softmax.begin();
+    if constexpr (Layout::kIsScaled && !Layout::kHasSoftcap) {
+      softmax.scale = args.softmax_scale * Layout::key_scale(args, work.kv_head) * kLog2E;
+    }
     hold = 0;
     int32_t tile = max(min(top(), work.last), work.first);
     const uint64_t rows = by_rows(query_rows());

@@ -167,14 +167,14 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
   // What turns outputs into results, while the last product runs.
   __device__ __forceinline__ void find_factors(float (&factors)[2]) const {
     const int thread = thread_here();
-    const int first_head = this->template field<kKvHead>() * Layout::kGroup;
+    const int kv_head = this->template field<kKvHead>(), first_head = kv_head * Layout::kGroup;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warpgroup * 64 + (thread / 32 & 3) * 16 + (thread & 31) / 4 + half * 8;
       const float own_sink = args.sinks[first_head + row % Layout::kGroup];
       const float sum = sum_of_quad(softmax.sum[half]);
       const SinkFactors sink = add_sink(softmax.exponent(half), sum, own_sink);
-      factors[half] = sink.factor * normaliser(sink.sum, 1.f);
+      factors[half] = sink.factor * normaliser(sink.sum, Layout::value_scale(args, kv_head));
     }
   }
 

@@ -89,7 +89,8 @@ struct PrefillWarpgroup {
   template <int count>
   __device__ __forceinline__ void cap(float (&scores)[count]) const {
     if constexpr (Layout::kHasSoftcap) {
-      const float scale = args.softmax_scale / args.softcap;
+      float scale = args.softmax_scale / args.softcap;
+      if constexpr (Layout::kIsScaled) scale *= Layout::key_scale(args, field<kKvHead>());
 #pragma unroll
       for (int i = 0; i < count; ++i) scores[i] = tanh_accurate(scores[i] * scale);
     }

@@ -194,11 +194,32 @@ class PrefillArgs(ctypes.Structure):
     )
 
 
+class GatherArgs(ctypes.Structure):
+    """Gather the pages that a prefill step reads out of an 8-bit pool."""
+
+    _fields_ = (
+        ("key_pool", Pointer),
+        ("value_pool", Pointer),
+        ("page_table", Pointer),
+        ("query_start_offsets", Pointer),
+        ("past_lens", Pointer),
+        ("gathered_keys", Pointer),
+        ("gathered_values", Pointer),
+        ("gathered_table", Pointer),
+        ("num_seqs", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_pages", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+    )
+
+
 class PrefillSm90Args(ctypes.Structure):
     """The same on Hopper, where keys and values come by bulk tensor copies.
 
     `key_map` and `value_map` are tensor maps of the pools; `tile_counter` is 0 at the start, or
-    null for a fixed order of the tiles; `reserved` fills the struct up to the maps' alignment.
+    null for a fixed order of the tiles. Where pages were gathered, maps, `page_table` and
+    `num_pages` are about those, and `kv_scales` is read.
     """
 
     _fields_ = (
@@ -224,7 +245,7 @@ class PrefillSm90Args(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("reserved", ctypes.c_int32 * 2),
+        ("kv_scales", Pointer),
     )
 
 
@@ -252,6 +273,7 @@ ARGUMENT_STRUCTS: Final = (
     DecodeSplitArgs,
     MergeArgs,
     PrefillArgs,
+    GatherArgs,
     PrefillSm90Args,
     SampleArgs,
 )

@@ -18,6 +18,7 @@ from paged_trt.plugins.device import KernelLaunch, MemoryClear
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.args import PrefillSm90Args
+from paged_trt.plugins.launch.gather import as_gathered, gather_workspace
 from paged_trt.plugins.launch.kernels_decode import CallAddresses, fill_arguments
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
     COUNTER_BYTES,
@@ -54,7 +55,7 @@ from paged_trt.plugins.launch.workspace import (
 )
 from paged_trt.plugins.operands import Operand
 
-OVERLAPPING: Final = frozenset({*DECODE_PATHS, KernelPath.MERGE})
+OVERLAPPING: Final = frozenset({*DECODE_PATHS, KernelPath.MERGE, KernelPath.GATHER})
 """Kernels that may start before the one ahead of them has ended. Before they wait for it, they
 read queries, lengths, page ids and tables only, which were there before the append started. The
 append itself may follow the very kernel that wrote them."""
@@ -69,7 +70,10 @@ LaunchMaker = Callable[..., Launch]
 ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
-_ADDRESS_FIELDS: Final = frozenset((*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS))
+_GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table")
+_ADDRESS_FIELDS: Final = frozenset(
+    (*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS, *_GATHERED_FIELDS)
+)
 _DECODE_KERNELS: Final[dict[type[AttentionPlan], tuple[KernelPath, ...]]] = {
     Direct: (KernelPath.DECODE_DIRECT,),
     Cluster: (KernelPath.DECODE_CLUSTER,),
@@ -88,7 +92,8 @@ def kernel_paths(
         KernelLaunchError: the device has no kernel for the plan.
     """
     if isinstance(plan, PrefillPlan):
-        return (KernelPath.APPEND, _prefill_path(plan))
+        gather = (KernelPath.GATHER,) if plan.gathers else ()
+        return (KernelPath.APPEND, *gather, _prefill_path(plan))
     if not request.is_decode:
         return (KernelPath.APPEND, KernelPath.PREFILL)
     if isinstance(plan, Cluster) and not has_clusters(request.arch):
@@ -116,10 +121,19 @@ def kernel_keys(
     return tuple(KernelKey.of(path, request, forms=forms) for path in kernel_paths(request, plan))
 
 
-def warm_keys(request: AttentionPlanRequest) -> tuple[KernelKey, ...]:
-    """Every kernel that a layer may launch, whatever N, T and M are."""
+def warm_keys(request: AttentionPlanRequest, *, gathers: bool = False) -> tuple[KernelKey, ...]:
+    """Every kernel that a layer may launch, whatever N, T and M are.
+
+    Args:
+        request: any step of the layer.
+        gathers: whether some of its steps may gather, as `PolicyPlanner.may_gather` says.
+    """
     is_covered = refusal(request) is None
     unused = {KernelPath.PREFILL} if is_covered else set(SPECIALISED)
+    if gathers:
+        unused = set()
+    else:
+        unused.add(KernelPath.GATHER)
     if not has_clusters(request.arch):
         unused.add(KernelPath.DECODE_CLUSTER)
     return tuple(KernelKey.of(path, request) for path in KernelPath if path not in unused)
@@ -184,6 +198,8 @@ class PreparedStep:
         self._workspace = decode_workspace(
             self._decode_plan, request.attention, request.step, self.partitions
         )
+        gathers = isinstance(self.plan, PrefillPlan) and self.plan.gathers
+        self._gathered = gather_workspace(request) if gathers else None
         takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
         self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
         # All are found before one is launched.
@@ -204,6 +220,7 @@ class PreparedStep:
         operands["partial_output"] = addresses.workspace
         operands["partial_lse"] = addresses.workspace + self._workspace.lse_offset
         operands["counters"] = addresses.workspace + self._workspace.counter_offset
+        operands |= self._gathered_addresses(addresses)
         for kernel in self._kernels:
             block = kernel.block
             for name in kernel.fields:
@@ -212,17 +229,20 @@ class PreparedStep:
                 self._set_prefill_addresses(block, addresses)
         self.addresses = addresses
 
+    def _gathered_addresses(self, addresses: CallAddresses) -> dict[str, int]:
+        return {} if self._gathered is None else self._gathered.addresses(addresses.workspace)
+
     def _set_prefill_addresses(self, block: PrefillSm90Args, addresses: CallAddresses) -> None:
+        request, pool, counter = self.request, self._operator.pool, addresses.workspace
+        keys, values = (addresses.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
+        if self._gathered is not None:
+            request, pool = as_gathered(request), self._gathered.pool(request)
+            keys, values, table = self._gathered_addresses(addresses).values()
+            block.page_table, block.num_pages = table, pool.num_pages
+            counter += self._gathered.counter_offset
         if self._counter is not None:
-            block.tile_counter = self._counter.address = addresses.workspace
-        set_pool_maps(
-            block,
-            addresses.operands[Operand.KEY_POOL],
-            addresses.operands[Operand.VALUE_POOL],
-            request=self.request,
-            pool=self._operator.pool,
-            encode_map=self._encode_map,
-        )
+            block.tile_counter = self._counter.address = counter
+        set_pool_maps(block, keys, values, request=request, pool=pool, encode_map=self._encode_map)
 
     def launch(self, stream: int) -> None:
         """Launch every kernel on a stream; nothing waits or allocates.
@@ -249,6 +269,7 @@ class PreparedStep:
             step=request.step,
             plan=self._decode_plan,
             blocks=self.partitions,
+            gathered=self._gathered_addresses(self.addresses),
         )
         if isinstance(block, PrefillSm90Args):
             self._set_prefill_addresses(block, self.addresses)
@@ -257,8 +278,7 @@ class PreparedStep:
             block,
             grid=grid_of(
                 kernel,
-                request.step,
-                num_kv_heads=request.attention.num_kv_heads,
+                request,
                 partitions=self.partitions,
                 plan=self.plan,
             ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from paged_trt.plugins.attention import AttentionSpec
@@ -239,6 +240,7 @@ def fill_arguments(
     step: StepShape,
     plan: AttentionPlan = Direct(),  # noqa: B008 - frozen
     blocks: int = 1,
+    gathered: Mapping[str, int] = MappingProxyType({}),
 ) -> Struct:
     """Argument block of one launch.
 
@@ -250,6 +252,7 @@ def fill_arguments(
         step: T, N and M.
         plan: the plan of a decode step; of a prefill, none is asked for.
         blocks: `plan_blocks` of the plan.
+        gathered: fields that only a step that gathers has.
 
     Raises:
         KeyError: a field of `struct` has no value, such as a split's without a plan.
@@ -264,6 +267,7 @@ def fill_arguments(
         "value_token_stride": addresses.token_strides[2],
         "output_token_stride": attention.num_q_heads * attention.value_head_dim,
         **_shared_values(addresses.workspace, plan, attention, step, blocks),
+        **gathered,
     }
     # Arrays, such as tensor maps, are left to those who encode them.
     return struct(

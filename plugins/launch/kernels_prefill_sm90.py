@@ -132,7 +132,7 @@ def most_tiles(request: AttentionPlanRequest) -> int:
 
 
 def prefill_sm90_build(key: KernelKey) -> KernelBuild:
-    """The kernel of a key.
+    """The kernel of a key; that of an 8-bit pool reads what was gathered out of it.
 
     Raises:
         UnsupportedError: the path is another one, or a type or dim is not covered.
@@ -140,17 +140,18 @@ def prefill_sm90_build(key: KernelKey) -> KernelBuild:
     is_split = key.path is KernelPath.PREFILL_SM90_SPLIT
     if not is_split and key.path is not KernelPath.PREFILL_SM90:
         raise UnsupportedError(f"{key.path.value} is no prefill kernel of Hopper")
-    same_types = key.activation_dtype is key.kv_cache_dtype
+    is_scaled = key.kv_cache_dtype.is_quantised
+    has_type = is_scaled or key.activation_dtype is key.kv_cache_dtype
     has_dims = _has_dims(key.head_dim, key.value_head_dim, key.forms)
-    if not has_dims or not same_types or key.group_size > TILE_ROWS:
+    if not has_dims or not has_type or key.group_size > TILE_ROWS:
         raise UnsupportedError(
-            f"{key}: Hopper's prefill kernel takes equal head dims of {HEAD_DIMS}, one type and "
-            f"groups of up to {TILE_ROWS}"
+            f"{key}: Hopper's prefill kernel takes equal head dims of {HEAD_DIMS}, one type or a "
+            f"gathered pool, and groups of up to {TILE_ROWS}"
         )
     arguments = (
         ELEMENT_TYPES[key.activation_dtype],
         *(key.head_dim, key.value_head_dim, key.group_size),
-        *(str(flag).lower() for flag in (key.has_window, key.has_softcap, is_split)),
+        *(str(flag).lower() for flag in (key.has_window, key.has_softcap, is_split, is_scaled)),
     )
     return KernelBuild(
         source="prefill_sm90.cu",
@@ -198,7 +199,7 @@ def set_pool_maps(
         block: the argument block.
         key_pool: address.
         value_pool: address.
-        request: types and dims.
+        request: types and dims; the pool's type is that of the activations.
         pool: page geometry.
         encode_map: as `tensor_maps.encode_pool_map`.
 

@@ -9,8 +9,9 @@ from typing import Any, Final, Protocol
 
 from paged_trt.plugins import device
 from paged_trt.plugins.errors import KernelError, KernelLaunchError
-from paged_trt.plugins.launch.args import PrefillArgs, PrefillSm90Args
+from paged_trt.plugins.launch.args import GatherArgs, PrefillArgs, PrefillSm90Args
 from paged_trt.plugins.launch.compiler import KernelCompiler, compile_arch
+from paged_trt.plugins.launch.gather import gather_build, gather_grid
 from paged_trt.plugins.launch.kernels_decode import (
     ARGUMENTS,
     Grid,
@@ -22,13 +23,14 @@ from paged_trt.plugins.launch.kernels_prefill import prefill_build, prefill_grid
 from paged_trt.plugins.launch.kernels_prefill_sm90 import prefill_sm90_build
 from paged_trt.plugins.launch.plans import AttentionPlan, PrefillPlan
 from paged_trt.plugins.launch.registry import SPECIALISED, KernelKey, KernelPath
-from paged_trt.plugins.operands import StepShape
+from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 ARGUMENT_STRUCTS: Final[Mapping[KernelPath, type[Any]]] = {
     **ARGUMENTS,
     KernelPath.PREFILL: PrefillArgs,
     KernelPath.PREFILL_SM90: PrefillSm90Args,
     KernelPath.PREFILL_SM90_SPLIT: PrefillSm90Args,
+    KernelPath.GATHER: GatherArgs,
 }
 """Argument struct of each path."""
 
@@ -67,14 +69,15 @@ def build_of(key: KernelKey) -> KernelBuild:
     """
     if key.path in SPECIALISED:
         return prefill_sm90_build(key)
+    if key.path is KernelPath.GATHER:
+        return gather_build(key)
     return prefill_build(key) if key.path is KernelPath.PREFILL else kernel_build(key)
 
 
 def grid_of(
     kernel: LoadedKernel,
-    step: StepShape,
+    request: AttentionPlanRequest,
     *,
-    num_kv_heads: int,
     partitions: int,
     plan: AttentionPlan | PrefillPlan,
 ) -> Grid:
@@ -82,14 +85,15 @@ def grid_of(
 
     Args:
         kernel: the kernel.
-        step: T, N and M.
-        num_kv_heads: key heads of the layer.
+        request: the step.
         partitions: `plan_blocks` of a decode plan; 1 otherwise.
         plan: of the step; that of a prefill may say how many blocks there are.
     """
-    key = kernel.key
+    key, step, num_kv_heads = kernel.key, request.step, request.attention.num_kv_heads
     if key.path in SPECIALISED and isinstance(plan, PrefillPlan):
         return (plan.blocks, 1, 1)
+    if key.path is KernelPath.GATHER:
+        return gather_grid(request)
     if key.path is KernelPath.PREFILL:
         return prefill_grid(key, step, num_kv_heads=num_kv_heads)
     return kernel_grid(key, kernel.build, step, num_kv_heads=num_kv_heads, partitions=partitions)

@@ -11,6 +11,15 @@ import dataclasses
 from typing import Final, Protocol
 
 from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
+from paged_trt.plugins.launch.gather import (
+    FEWEST_ROWS,
+    GATHERS_UNASKED,
+    as_gathered,
+    layer_refusal,
+    most_gather_bytes,
+    query_rows,
+    size_refusal,
+)
 from paged_trt.plugins.launch.kernels_decode import decode_candidates
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
@@ -20,6 +29,7 @@ from paged_trt.plugins.launch.plans import (
     Cluster,
     Counter,
     Direct,
+    Gather,
     PlanSource,
     PrefillPlan,
     SplitKv,
@@ -87,22 +97,21 @@ class PolicyPlanner:
     Attributes:
         explicit: the user's plan, which switches tuning off; None leaves the choice open.
         tuned: plans that `paged-trt tune` measured on this device.
+        gathers_unasked: whether prefill steps may gather without an explicit plan.
     """
 
     explicit: AttentionPlan | None
     tuned: TunedPlans = NO_TUNED_PLANS
+    gathers_unasked: bool = GATHERS_UNASKED
 
     def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
         """The explicit plan, else the tuned one, else the heuristic's; pure.
 
-        Explicit and tuned plans are about decoding.
+        `Gather` is about prefill steps; every other explicit plan is about decode steps.
         """
         if not request.is_decode:
-            prefill = self._prefill(request)
-            return PlannedAttention(
-                plan=prefill, source=PlanSource.HEURISTIC, reason=prefill.reason
-            )
-        if self.explicit is not None:
+            return self._prefill(request)
+        if self.explicit is not None and not self.uses_tuned:
             return PlannedAttention(
                 plan=self.explicit,
                 source=PlanSource.EXPLICIT,
@@ -110,7 +119,7 @@ class PolicyPlanner:
             )
         found = self.tuned.find(request)
         # The workspace was sized for the heuristic when the engine was built.
-        if found is not None and _fits(found.plan, request):
+        if found is not None and not isinstance(found.plan, Gather) and _fits(found.plan, request):
             return PlannedAttention(
                 plan=found.plan, source=PlanSource.TUNED, reason=found.explain()
             )
@@ -118,15 +127,64 @@ class PolicyPlanner:
             plan=_heuristic(request), source=PlanSource.HEURISTIC, reason=_reason(request)
         )
 
-    def _prefill(self, request: AttentionPlanRequest) -> PrefillPlan:
-        plan = plan_prefill(request)
-        # A plan has the workspace of its decode steps, which may be none.
-        has_counter = plan.takes_tiles and self.workspace_bytes(request) >= COUNTER_BYTES
-        return dataclasses.replace(plan, takes_tiles=has_counter)
+    @property
+    def uses_tuned(self) -> bool:
+        """Whether measured plans of decode steps count."""
+        return self.explicit is None or isinstance(self.explicit, Gather)
+
+    def may_gather(self, request: AttentionPlanRequest) -> bool:
+        """Whether some step of a layer may gather, on some device where none is given.
+
+        Args:
+            request: any step of the layer.
+        """
+        is_allowed = isinstance(self.explicit, Gather) or (
+            self.explicit is None and self.gathers_unasked
+        )
+        return is_allowed and layer_refusal(request) is None
+
+    def _prefill(self, request: AttentionPlanRequest) -> PlannedAttention:
+        gathers, source, reason = self._gathers(request)
+        plan = plan_prefill(as_gathered(request) if gathers else request)
+        if gathers:
+            # Its workspace has room for the counter.
+            plan = dataclasses.replace(plan, gathers=True, reason=reason)
+        else:
+            # An engine has the workspace of its decode steps, which may be none.
+            has_counter = plan.takes_tiles and self.workspace_bytes(request) >= COUNTER_BYTES
+            reason = f"{plan.reason}; {reason}" if reason else plan.reason
+            plan = dataclasses.replace(plan, takes_tiles=has_counter, reason=reason)
+        return PlannedAttention(plan=plan, source=source, reason=plan.reason)
+
+    def _gathers(self, request: AttentionPlanRequest) -> tuple[bool, PlanSource, str]:
+        """Whether a prefill step gathers, who says so, and why; empty where nothing is to say."""
+        heuristic = PlanSource.HEURISTIC
+        if request.arch is None or layer_refusal(request) is not None:
+            return False, heuristic, ""
+        if (problem := size_refusal(request)) is not None:
+            return False, heuristic, f"gathering its pages needs {problem}"
+        if isinstance(self.explicit, Gather):
+            return True, PlanSource.EXPLICIT, "the engine was built with `--attention-plan gather`"
+        if not self.may_gather(request):
+            return False, heuristic, "only `--attention-plan gather` gathers its pages"
+        found = self.tuned.find(request)
+        # Rounded up, few tokens of many sequences look like a decode step.
+        if found is not None and found.request.num_tokens > found.request.num_seqs:
+            return isinstance(found.plan, Gather), PlanSource.TUNED, found.explain()
+        rows = query_rows(request)
+        return (
+            rows >= FEWEST_ROWS,
+            heuristic,
+            f"gathering pays from {FEWEST_ROWS} query rows a key on, and each serves {rows}",
+        )
 
     def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
-        """Bytes of partial results that no plan passes, on any device."""
-        if self.explicit is not None:
+        """Bytes of workspace that no plan passes, on any device."""
+        gathered = most_gather_bytes(largest) if self.may_gather(largest) else 0
+        return max(gathered, self._decode_bytes(largest))
+
+    def _decode_bytes(self, largest: AttentionPlanRequest) -> int:
+        if self.explicit is not None and not self.uses_tuned:
             # Grows with N and with M, so the largest step needs most.
             return plan_workspace_bytes(
                 self.explicit,
@@ -142,16 +200,29 @@ class PolicyPlanner:
 
 
 def _fits(plan: AttentionPlan, request: AttentionPlanRequest) -> bool:
-    """Whether a plan needs no more workspace than every engine without a policy has."""
-    bound = PolicyPlanner(explicit=None).workspace_bytes(request)
+    """Whether a decode plan needs no more workspace than every engine without a policy has."""
+    bound = PolicyPlanner(explicit=None, gathers_unasked=False).workspace_bytes(request)
     return plan_workspace_bytes(plan, request) <= bound
 
 
-def candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
-    """Plans of a decode step worth timing, the heuristic's first.
+def candidates(
+    request: AttentionPlanRequest, *, gathers_unasked: bool = GATHERS_UNASKED
+) -> tuple[AttentionPlan, ...]:
+    """Plans of a step worth timing, the heuristic's first.
 
-    All fit the workspace of every engine that was built without a policy.
+    All fit the workspace of every engine that was built without a policy. Of a prefill step,
+    `Direct` attends from the pool.
+
+    Args:
+        request: the step.
+        gathers_unasked: as in `PolicyPlanner`.
     """
+    if not request.is_decode:
+        planner = PolicyPlanner(explicit=None, gathers_unasked=gathers_unasked)
+        if not planner.may_gather(request) or size_refusal(request) is not None:
+            return (Direct(),)
+        pays = query_rows(request) >= FEWEST_ROWS
+        return (Gather(), Direct()) if pays else (Direct(), Gather())
     first = _heuristic(request)
     others = [plan for plan in decode_candidates(request) if _fits(plan, request)]
     return tuple(dict.fromkeys((first, *others)))

@@ -16,7 +16,7 @@ CLUSTER_BLOCKS: Final = (2, 4, 8)
 MOST_COUNTER_BLOCKS: Final = 64
 """One block merges what all others leave: beyond, a merge kernel of its own is faster."""
 _USAGE: Final = (
-    "`auto`, `direct`, `cluster:BLOCKS`, `counter:BLOCKS`, `balanced` or "
+    "`auto`, `direct`, `cluster:BLOCKS`, `counter:BLOCKS`, `balanced`, `gather` or "
     "`split:TOKENS[:THRESHOLD]`, such as `split:512`"
 )
 
@@ -123,7 +123,18 @@ class Balanced:
         return "balanced"
 
 
-AttentionPlan: TypeAlias = Direct | Cluster | Counter | Balanced | SplitKv
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Prefill steps gather the pages of an 8-bit pool for Hopper's kernel where they can.
+
+    It says nothing about decoding.
+    """
+
+    def __str__(self) -> str:
+        return "gather"
+
+
+AttentionPlan: TypeAlias = Direct | Cluster | Counter | Balanced | SplitKv | Gather
 
 
 _SHARED: Final[dict[str, type[Cluster] | type[Counter]]] = {
@@ -144,6 +155,7 @@ class PrefillPlan:
         partitions: blocks that share the keys of one query tile; 1: none is split.
         takes_tiles: blocks take the next tile from a counter in the workspace, instead of having
             them dealt out in advance.
+        gathers: the pages of an 8-bit pool are gathered into the workspace first.
     """
 
     kernel: str
@@ -152,10 +164,13 @@ class PrefillPlan:
     blocks: int = 0
     partitions: int = 1
     takes_tiles: bool = False
+    gathers: bool = False
 
     def __str__(self) -> str:
+        source = " from gathered pages" if self.gathers else ""
         split = f", keys split in {self.partitions}" if self.partitions > 1 else ""
-        return f"{'+'.join((self.kernel, *self.forms))}{split} ({self.reason})"
+        kernel = "+".join((self.kernel, *self.forms))
+        return f"{kernel}{source}{split} ({self.reason})"
 
 
 def parse_attention_plan(text: str) -> AttentionPlan | None:
@@ -172,6 +187,8 @@ def parse_attention_plan(text: str) -> AttentionPlan | None:
         return Direct()
     if text == "balanced":
         return Balanced()
+    if text == "gather":
+        return Gather()
     kind, *numbers = text.split(":")
     if kind in _SHARED and len(numbers) == 1 and _is_number(numbers[0]):
         return _SHARED[kind](blocks=int(numbers[0]))

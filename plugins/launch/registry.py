@@ -24,6 +24,7 @@ class KernelPath(enum.Enum):
     PREFILL = "prefill"
     PREFILL_SM90 = "prefill_sm90"
     PREFILL_SM90_SPLIT = "prefill_sm90_split"
+    GATHER = "gather"
 
 
 SPECIALISED: Final = frozenset({KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT})

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from paged_trt.plugins.errors import ConfigError, PagedTrtError
-from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets
-from paged_trt.plugins.launch.planner import candidates
+from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets, tokens_in_pages
+from paged_trt.plugins.launch.gather import GATHERS_UNASKED
+from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import RequestKey, TunedPlan
@@ -57,13 +58,23 @@ class Tuning:
         )
 
 
-def tune_request(request: AttentionPlanRequest, time_plan: TimePlan) -> Tuning:
+def tune_request(
+    request: AttentionPlanRequest,
+    time_plan: TimePlan,
+    *,
+    gathers_unasked: bool = GATHERS_UNASKED,
+) -> Tuning:
     """Time every candidate of a request and choose.
+
+    Args:
+        request: the step.
+        time_plan: gives the times.
+        gathers_unasked: as in `PolicyPlanner`.
 
     Raises:
         PagedTrtError: the heuristic's own plan could not be timed.
     """
-    heuristic, *others = candidates(request)
+    heuristic, *others = candidates(request, gathers_unasked=gathers_unasked)
     times = {heuristic: time_plan(request, heuristic)}
     failures: dict[AttentionPlan, str] = {}
     for plan in others:
@@ -83,30 +94,61 @@ def tune_request(request: AttentionPlanRequest, time_plan: TimePlan) -> Tuning:
 
 
 def engine_requests(
-    spec: EngineSpec, *, arch: str | None, num_multiprocessors: int | None
+    spec: EngineSpec,
+    *,
+    arch: str | None,
+    num_multiprocessors: int | None,
+    gathers_unasked: bool = GATHERS_UNASKED,
 ) -> Iterator[AttentionPlanRequest]:
-    """Every decode step that an engine may run: its different layers x N and M buckets.
+    """Every step of an engine that has a choice of plans: its different layers x T, N, M buckets.
+
+    Decode steps come first; prefill steps have a choice where they may gather.
 
     Args:
         spec: the engine.
         arch: of the device; None where it is not here.
         num_multiprocessors: likewise.
+        gathers_unasked: as in `PolicyPlanner`.
     """
-    for attention in dict.fromkeys(spec.layers):
-        for num_seqs in power_of_two_buckets(spec.pool.max_batch_size):
-            for width in table_width_buckets(spec.pool):
-                yield AttentionPlanRequest(
+    planner = PolicyPlanner(explicit=None, gathers_unasked=gathers_unasked)
+    for is_decode in (True, False):
+        for attention in dict.fromkeys(spec.layers):
+            for step in _decode_steps(spec) if is_decode else _prefill_steps(spec):
+                request = AttentionPlanRequest(
                     arch=arch,
                     attention=attention,
                     activation_dtype=spec.activation_dtype,
                     kv_cache_dtype=spec.kv_cache_dtype,
-                    step=StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=width),
+                    step=step,
                     num_multiprocessors=num_multiprocessors,
                 )
+                if is_decode or planner.may_gather(request):
+                    yield request
+
+
+def _decode_steps(spec: EngineSpec) -> Iterator[StepShape]:
+    for num_seqs in power_of_two_buckets(spec.pool.max_batch_size):
+        for width in table_width_buckets(spec.pool):
+            yield StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=width)
+
+
+def _prefill_steps(spec: EngineSpec) -> Iterator[StepShape]:
+    """Most tokens first; no more than the tables hold, and more than sequences."""
+    for tokens in reversed(power_of_two_buckets(spec.max_num_tokens)):
+        for step in _decode_steps(spec):
+            most = step.num_seqs * tokens_in_pages(step.table_width)
+            if step.num_seqs < tokens <= most:
+                yield dataclasses.replace(step, num_tokens=tokens)
+
+
+def query_lengths(num_seqs: int, num_tokens: int) -> list[int]:
+    """New tokens of each sequence of a timed step, as even as they can be."""
+    few, more = divmod(num_tokens, num_seqs)
+    return [few + (index < more) for index in range(num_seqs)]
 
 
 def step_lengths(num_seqs: int, max_tokens: int) -> list[int]:
-    """Keys of each sequence of a timed decode step of N sequences and at most M * 128 keys.
+    """Keys of each sequence of a timed step of N sequences and at most M * 128 keys.
 
     A step comes to a bucket when its longest sequence has over half of the bucket's keys; the
     lengths are spread evenly from there to the bucket's end, so that no plan wins by suiting

@@ -18,6 +18,7 @@ from paged_trt.plugins.launch.plans import (
     Cluster,
     Counter,
     Direct,
+    Gather,
     SplitKv,
 )
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -115,7 +116,7 @@ def visible_pages(request: AttentionPlanRequest) -> int:
 
 def plan_blocks(plan: AttentionPlan, request: AttentionPlanRequest) -> int:
     """Blocks that share keys: of a (sequence, key head), or of the whole batch where balanced."""
-    if isinstance(plan, Direct):
+    if isinstance(plan, Direct | Gather):
         return 1
     if isinstance(plan, Cluster | Counter):
         return plan.blocks

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.scripts.error_output import plain
@@ -40,6 +41,12 @@ ALL = "all"
 )
 @click.option("--all-plans", is_flag=True, help="Also time every plan that the planner weighs.")
 @click.option(
+    "--attention-plan",
+    default=AUTO,
+    show_default=True,
+    help="Time the kernels of engines that were built with this plan.",
+)
+@click.option(
     "--limit-s", type=float, help="Seconds of each family; what was measured by then is kept."
 )
 @click.option("--device", type=int, default=0, show_default=True, help="CUDA device.")
@@ -57,6 +64,7 @@ def command(
     quick: bool,
     peers: bool,
     all_plans: bool,
+    attention_plan: str,
     limit_s: float | None,
     device: int,
     output: Path | None,
@@ -73,7 +81,9 @@ def command(
     Example:
       paged-trt bench kernels --cells decode --quick
       paged-trt bench kernels --peers --limit-s 90 -o results --plot
+      paged-trt bench kernels --cells prefill --attention-plan gather
     """
+    explicit = parse_attention_plan(attention_plan)
     cells = {each: cells_of(each, quick=quick) for each in Family if family in (ALL, each.value)}
     if only_list:
         for each, found in cells.items():
@@ -87,11 +97,13 @@ def command(
     console = Console()
     everything = [cell for found in cells.values() for cell in found]
     # Meanwhile libraries are imported and the machine's limits are measured.
-    compiling = start_compiling(kernels_of(everything, target, all_plans=all_plans))
+    compiling = start_compiling(
+        kernels_of(everything, target, all_plans=all_plans, explicit=explicit)
+    )
     # FlashInfer wants a folder of its own, also where it builds nothing.
     with (
         tempfile.TemporaryDirectory(prefix="paged-trt-") as folder,
-        open_bench(device, target, everything, with_torch=peers) as bench,
+        open_bench(device, target, everything, with_torch=peers, explicit=explicit) as bench,
     ):
         bench.all_plans = all_plans
         bench.show = lambda line: click.echo(line, err=True)

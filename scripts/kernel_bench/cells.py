@@ -248,6 +248,9 @@ def prefill_cells() -> Iterator[Cell]:
     for window in (1024, 4096):
         yield cell("window", (32, 8), 1, 16384, 16384, window=window)
     yield cell("float8", (32, 8), 1, 8192, 8192, kv=FP8)
+    for batch, queries, keys in ((1, 1024, 1024), (4, 512, 8192), (1, 2048, 32768), (1, 64, 8192)):
+        yield cell("float8", (32, 8), batch, queries, keys, kv=FP8)
+    yield cell("int8", (32, 8), 1, 8192, 8192, kv=INT8)
 
 
 def append_cells() -> Iterator[Cell]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from paged_trt.plugins.device import Stream, kept_device
 from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN
 from paged_trt.plugins.launch.trial import is_attention
 from paged_trt.plugins.launch.trial_memory import TrialMemory
@@ -26,7 +27,12 @@ FREE_PART: Final = 0.7
 
 @contextlib.contextmanager
 def open_bench(
-    ordinal: int, target: TuningTarget, cells: Sequence[Cell], *, with_torch: bool
+    ordinal: int,
+    target: TuningTarget,
+    cells: Sequence[Cell],
+    *,
+    with_torch: bool,
+    explicit: AttentionPlan | None = None,
 ) -> Iterator[Bench]:
     """A bench on a device, its ceilings measured; peers are added by the caller.
 
@@ -35,6 +41,7 @@ def open_bench(
         target: the device.
         cells: all that are going to be run.
         with_torch: record graphs with torch, which other libraries need.
+        explicit: as in `OurKernels`.
 
     Raises:
         UnsupportedError: there is no device.
@@ -66,6 +73,7 @@ def open_bench(
             arch=target.arch,
             num_multiprocessors=units,
             tuned=tuned_plans(),
+            explicit=explicit,
         )
         limits = measure_ceilings(
             graphs, memory, stream=handle, arch=target.arch, num_multiprocessors=units

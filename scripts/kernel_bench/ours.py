@@ -53,6 +53,7 @@ class OurKernels:
         arch: of the device.
         num_multiprocessors: of the device.
         tuned: plans that were measured on the device.
+        explicit: the plan to time, as `--attention-plan` of an engine; None leaves the choice open.
 
     Attributes:
         stream: as given.
@@ -67,10 +68,11 @@ class OurKernels:
         arch: str,
         num_multiprocessors: int,
         tuned: TunedPlans,
+        explicit: AttentionPlan | None = None,
     ) -> None:
         self._memory, self._graphs, self.stream = memory, graphs, stream
         self._arch, self._units = arch, num_multiprocessors
-        self._planner = PolicyPlanner(explicit=None, tuned=tuned)
+        self._planner = PolicyPlanner(explicit=explicit, tuned=tuned)
 
     def request(self, cell: Cell) -> AttentionPlanRequest:
         """What the planner is asked on this device."""
@@ -109,12 +111,13 @@ class OurKernels:
         times = self._time(cell, None, estimate)
         if all_plans and cell.family is Family.DECODE:
             others[str(planned.plan)] = round(times.median, 2)
-            for plan in candidates(self.request(cell)):
+        if all_plans and cell.family is not Family.APPEND:
+            for plan in plans_worth_timing(self.request(cell)):
                 if plan != planned.plan:
                     others[str(plan)] = round(self._time(cell, plan, estimate).median, 2)
         if all_plans and cell.family is Family.PREFILL:
             forms = prefill_candidates(self.request(cell))
-            others = {
+            others |= {
                 name_of(plan, forms): round(self._time(cell, plan, estimate).median, 2)
                 for plan in forms
             }
@@ -147,22 +150,35 @@ class OurKernels:
         return ", ".join(path.value for path in paths if wanted(path.value))
 
 
-def kernels_of(cells: Iterable[Cell], target: TuningTarget, *, all_plans: bool) -> set[KernelKey]:
+def plans_worth_timing(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
+    """Candidates of a step, also those that no engine takes unasked; none where one is left."""
+    found = candidates(request, gathers_unasked=True)
+    return found if len(found) > 1 else ()
+
+
+def kernels_of(
+    cells: Iterable[Cell],
+    target: TuningTarget,
+    *,
+    all_plans: bool,
+    explicit: AttentionPlan | None = None,
+) -> set[KernelKey]:
     """Kernels that cells launch.
 
     Args:
         cells: the shapes.
         target: the device.
         all_plans: those of every candidate, not only of what the planner takes.
+        explicit: as in `OurKernels`.
     """
-    planner = PolicyPlanner(explicit=None, tuned=tuned_plans())
+    chosen = PolicyPlanner(explicit=explicit, tuned=tuned_plans())
     keys: set[KernelKey] = set()
     for cell in cells:
         request = cell.request(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
-        plans = [planner.plan(request).plan]
-        if all_plans and request.is_decode:
-            plans += candidates(request)
-        elif all_plans and cell.family is Family.PREFILL:
+        others = plans_worth_timing(request) if all_plans else ()
+        planners = [chosen, *(PolicyPlanner(explicit=plan) for plan in others)]
+        plans = [planner.plan(request).plan for planner in planners]
+        if all_plans and cell.family is Family.PREFILL:
             plans += prefill_candidates(request)
         keys.update(key for plan in plans for key in kernel_keys(request, plan))
     return keys

@@ -143,6 +143,14 @@ def test_an_engine_with_a_fixed_plan_is_refused(
     assert "switches tuning off" in capsys.readouterr().err
 
 
+def test_an_engine_that_gathers_is_tuned_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its plan says nothing about decode steps; these have one page and no choice."""
+    assert main(["tune", str(_engine_dir(tmp_path, "gather")), "--dry-run"]) == 2
+    assert "one plan only" in capsys.readouterr().err
+
+
 def test_an_engine_whose_steps_leave_no_choice_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,8 @@ ENGINES = [
     ToyEngine(plan="split:384:256"),
     ToyEngine(dialect="gqa"),
     ToyEngine(logits="all"),
+    ToyEngine(kv=FP8, plan="gather"),
+    ToyEngine(activation=BF16, kv=INT8, plan="gather"),
 ]
 
 

@@ -38,6 +38,7 @@ def key(
     dtype: DType,
     head_dim: int,
     group_size: int,
+    kv: DType | None = None,
     *,
     value_head_dim: int | None = None,
     forms: tuple[str, ...] = (),
@@ -47,7 +48,7 @@ def key(
         path=path,
         arch=ARCH,
         activation_dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=kv or dtype,
         head_dim=head_dim,
         value_head_dim=value_head_dim or head_dim,
         group_size=group_size,
@@ -68,6 +69,11 @@ KEYS = [
     key(PLAIN, BF16, 64, 4, forms=("scores-ahead", "overlap")),
     key(PLAIN, BF16, 96, 4, forms=(ANY_DIMS,)),
     key(SPLIT, BF16, 192, 8, value_head_dim=128, forms=(ANY_DIMS,)),
+    # From pages that were gathered out of 8-bit pools: with the scales of those.
+    key(PLAIN, BF16, 128, 4, DType.FLOAT8),
+    key(SPLIT, FP16, 128, 8, DType.INT8, has_window=True, has_softcap=True),
+    key(PLAIN, BF16, 256, 8, DType.FLOAT8, has_softcap=True),
+    key(SPLIT, BF16, 64, 1, DType.INT8),
 ]
 
 
@@ -134,6 +140,14 @@ def test_the_products_and_copies_are_hoppers(tmp_path: Path) -> None:
     assert not re.findall(r"\b(?:LDL|STL)\b", listing)
 
 
+def test_pools_of_8_bits_share_a_kernel() -> None:
+    """What was gathered has one type, whichever pool it came from."""
+    float8, int8 = (
+        prefill_sm90_build(key(PLAIN, BF16, 128, 4, kv)) for kv in (DType.FLOAT8, DType.INT8)
+    )
+    assert float8 == int8 != prefill_sm90_build(KEYS[0])
+
+
 def find_disassembler() -> str | None:
     wheels = Path(pathfinder.find_nvidia_header_directory("cudart")).parent / "bin"
     return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(wheels))
@@ -150,7 +164,7 @@ def test_blocks_fit_a_multiprocessor() -> None:
         dataclasses.replace(KEYS[0], path=KernelPath.PREFILL),
         dataclasses.replace(KEYS[0], head_dim=96, value_head_dim=96),
         dataclasses.replace(KEYS[0], value_head_dim=64),
-        dataclasses.replace(KEYS[0], kv_cache_dtype=DType.FLOAT8),
+        dataclasses.replace(KEYS[0], kv_cache_dtype=FP16),
         dataclasses.replace(KEYS[0], group_size=129),
     ],
     ids=["path", "head_dim", "value_head_dim", "types", "group"],

@@ -223,9 +223,12 @@ def test_warm_keys_cover_every_path_that_a_layer_may_take() -> None:
         for request in (covered, make_request(arch="sm_80"))
     }
     hopper = {KernelPath.PREFILL_SM90, KernelPath.PREFILL_SM90_SPLIT}
-    assert others["sm_80"] == set(KernelPath) - hopper - {KernelPath.DECODE_CLUSTER}
+    ungathered = set(KernelPath) - {KernelPath.GATHER}
+    assert others["sm_80"] == ungathered - hopper - {KernelPath.DECODE_CLUSTER}
     is_covered = refusal(covered) is None
-    assert others["sm_90"] == set(KernelPath) - ({KernelPath.PREFILL} if is_covered else hopper)
+    assert others["sm_90"] == ungathered - ({KernelPath.PREFILL} if is_covered else hopper)
+    gathering = {key.path for key in warm_keys(covered, gathers=True)}
+    assert gathering == set(KernelPath)  # steps that are too large attend from the pool
     assert set(ARGUMENT_STRUCTS) == set(KernelPath)
     # Sampling is no part of attention.
     assert {*ARGUMENT_STRUCTS.values(), args.SampleArgs} == set(args.ARGUMENT_STRUCTS)

@@ -64,8 +64,8 @@ def test_every_argument_is_exact() -> None:
     key, value = (ADDRESSES.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
     assert list(args.pop("key_map")) == [key >> 20] * 16
     assert list(args.pop("value_map")) == [value >> 20] * 16
-    assert list(args.pop("reserved")) == [0, 0]
-    names = ("query", "page_table", "query_start_offsets", "past_lens", "rope_cos_sin", "sinks")
+    names = ("query", "page_table", "query_start_offsets", "past_lens", "rope_cos_sin", "sinks",
+             "kv_scales")  # fmt: skip
     places = {op.name.lower(): ADDRESSES.operands[op] for op in Operand}
     assert args == {
         **{name: places[name] for name in names},
