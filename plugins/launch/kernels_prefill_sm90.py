@@ -26,11 +26,11 @@ NARROW_DIM: Final = 64
 ANY_DIMS: Final = "any-dims"
 SCORES_AHEAD: Final = "scores-ahead"
 FORM_MACROS: Final[Mapping[str, str]] = {
-    "overlap": "PAGED_TRT_PREFILL_OVERLAP",
-    "short-end": "PAGED_TRT_PREFILL_SHORT_END",
-    SCORES_AHEAD: "PAGED_TRT_PREFILL_SCORES_AHEAD",
-    "small-sections": "PAGED_TRT_PREFILL_SMALL_SECTIONS",
-    "watchdog": "PAGED_TRT_WATCHDOG",
+    "overlap": "PREFILL_OVERLAP",
+    "short-end": "PREFILL_SHORT_END",
+    SCORES_AHEAD: "PREFILL_SCORES_AHEAD",
+    "small-sections": "PREFILL_SMALL_SECTIONS",
+    "watchdog": "WATCHDOG",
     ANY_DIMS: "",
 }
 """Macro of each form in `kernels/prefill_sm90_options.cuh`; dims need none. A watchdog turns a wait

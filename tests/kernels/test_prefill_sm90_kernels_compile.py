@@ -84,7 +84,7 @@ def compile_kernel(kernel: KernelKey) -> tuple[bytes, str]:
     """Machine code and log, with a proof that Python and CUDA agree on the shared memory."""
     build = prefill_sm90_build(kernel)
     layout = build.name_expression.replace("prefill_sm90<", "PrefillLayout<")
-    macros = "".join(f"#define {name} 1\n" for name in build.macros)
+    macros = "".join(f"#define PAGED_TRT_{name} 1\n" for name in build.macros)
     source = (
         f'{macros}#include "{build.source}"\n'
         f"static_assert({layout}::kSharedBytes == {build.shared_bytes});\n"
