@@ -64,7 +64,6 @@ KEYS = [
     key(PLAIN, BF16, 64, 1, has_window=True),
     key(PLAIN, BF16, 256, 4, has_window=True),
     key(PLAIN, BF16, 128, 4, forms=("overlap", "short-end", "small-sections")),
-    key(PLAIN, FP16, 128, 1, forms=("overlap",), has_window=True, has_softcap=True),
     key(PLAIN, BF16, 64, 4, forms=("scores-ahead", "overlap")),
     key(PLAIN, BF16, 96, 4, forms=(ANY_DIMS,)),
     key(SPLIT, BF16, 192, 8, value_head_dim=128, forms=(ANY_DIMS,)),
