@@ -13,10 +13,8 @@ struct PrefillConsumer : AheadSteps<Layout> {
   using typename Steps::Element, typename Steps::Outputs, typename Steps::Scores,
       typename Steps::Weights;
   using Steps::accumulate, Steps::args, Steps::base, Steps::clear_before_window,
-      Steps::clear_values,
-      Steps::find_factors, Steps::finish_outputs,
-      Steps::free_values, Steps::full_begin, Steps::full_end, Steps::hold, Steps::is_lane_0,
-      Steps::last_position,
+      Steps::clear_values, Steps::find_factors, Steps::finish_outputs, Steps::free_values,
+      Steps::full_begin, Steps::full_end, Steps::hold, Steps::is_lane_0, Steps::last_position,
       Steps::query, Steps::query_rows, Steps::skip_tile, Steps::softmax, Steps::store, Steps::top,
       Steps::wait_keys, Steps::wait_values, Steps::warpgroup;
 

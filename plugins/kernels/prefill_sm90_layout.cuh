@@ -60,7 +60,8 @@ struct PrefillLayout {
   static constexpr int kMostColumns = kKeyColumns > kValueColumns ? kKeyColumns : kValueColumns;
   // Accumulators of wide heads leave registers for the scores of 64 keys only.
   static constexpr bool kIsWide = kMostColumns > 128;
-  static constexpr bool kIsAhead = kScoresAhead && kMostColumns <= 64;
+  // tanh beside two sets of scores would spill.
+  static constexpr bool kIsAhead = kScoresAhead && kMostColumns <= 64 && !has_softcap;
   static constexpr int kKeys = kIsWide ? 64 : 128;
   // Weights without a maximum need the scores kept until they are known to be good: too many
   // registers beside wide accumulators, and little won beside tanh.

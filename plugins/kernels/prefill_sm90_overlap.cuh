@@ -1,5 +1,5 @@
-// Other forms of the walk over query tiles on Hopper (prefill_sm90_options.cuh), for blocks that keep
-// two query tiles: the end of one tile and the start of the next overlap.
+// Another form of the walk over query tiles on Hopper (prefill_sm90_options.cuh), for blocks that
+// keep two query tiles: the end of one tile and the start of the next overlap.
 //
 // A query tile is open when the products of its first scores have been started. They may run while
 // the results of the tile before are stored: its last product comes before them in the queue.
@@ -17,9 +17,8 @@ struct OverlappingConsumer : AheadSteps<Layout> {
   using Steps::accumulate, Steps::args, Steps::base, Steps::cap, Steps::clear_before_window,
       Steps::clear_values, Steps::find_factors, Steps::finish_outputs, Steps::free_keys,
       Steps::free_values, Steps::full_begin, Steps::full_end, Steps::hold, Steps::is_lane_0,
-      Steps::last_position, Steps::query, Steps::query_rows,
-      Steps::skip_tile, Steps::softmax, Steps::store, Steps::top, Steps::wait_keys,
-      Steps::wait_values, Steps::warpgroup;
+      Steps::last_position, Steps::query, Steps::query_rows, Steps::skip_tile, Steps::softmax,
+      Steps::store, Steps::top, Steps::wait_keys, Steps::wait_values, Steps::warpgroup;
 
   static_assert(!Layout::kIsSplit && Layout::kQueryStages == 2, "the next tile has a buffer");
   static constexpr bool kHalves = Layout::kKeys == 128;
@@ -56,8 +55,8 @@ struct OverlappingConsumer : AheadSteps<Layout> {
     return true;
   }
 
-  // Whether the next query tile can be opened already: not where something has to be let pass before.
-  // All threads of the warpgroup come to the same answer.
+  // Whether the next query tile can be opened already: not where something has to be let pass
+  // before. All threads of the warpgroup come to the same answer.
   __device__ __forceinline__ bool can_open_next() const {
     RingPlace<Layout::kQueryStages> next = query;
     next.advance();

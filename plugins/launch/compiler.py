@@ -92,13 +92,15 @@ class KernelCompiler:
             source: file in the kernel directory.
             name_expression: the instance, such as `append<__half, 64>`.
             arch: as `compile_arch` gives it.
-            macros: defined as 1 ahead of the source.
+            macros: defined as 1 ahead of the source, behind `PAGED_TRT_`.
 
         Raises:
             KernelCompileError: NVRTC refused the source.
             UnsupportedError: NVRTC or CUDA's headers are not installed.
         """
-        text = "".join([*(f"#define {name} 1\n" for name in macros), f'#include "{source}"\n'])
+        text = "".join(
+            [*(f"#define PAGED_TRT_{name} 1\n" for name in macros), f'#include "{source}"\n']
+        )
         if not self._is_cached:
             return self._compile(text, name_expression, arch)
         key = self._key(source, text, name_expression, arch)

@@ -92,7 +92,7 @@ class KernelBuild:
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         head_tiles: tiles of query heads that a block serves; 0 where it does not matter.
-        macros: defined as 1 ahead of the source.
+        macros: defined as 1 ahead of the source, behind `PAGED_TRT_`.
     """
 
     source: str

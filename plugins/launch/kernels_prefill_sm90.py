@@ -26,11 +26,11 @@ NARROW_DIM: Final = 64
 ANY_DIMS: Final = "any-dims"
 SCORES_AHEAD: Final = "scores-ahead"
 FORM_MACROS: Final[Mapping[str, str]] = {
-    "overlap": "PAGED_TRT_PREFILL_OVERLAP",
-    "short-end": "PAGED_TRT_PREFILL_SHORT_END",
-    SCORES_AHEAD: "PAGED_TRT_PREFILL_SCORES_AHEAD",
-    "small-sections": "PAGED_TRT_PREFILL_SMALL_SECTIONS",
-    "watchdog": "PAGED_TRT_WATCHDOG",
+    "overlap": "PREFILL_OVERLAP",
+    "short-end": "PREFILL_SHORT_END",
+    SCORES_AHEAD: "PREFILL_SCORES_AHEAD",
+    "small-sections": "PREFILL_SMALL_SECTIONS",
+    "watchdog": "WATCHDOG",
     ANY_DIMS: "",
 }
 """Macro of each form in `kernels/prefill_sm90_options.cuh`; dims need none. A watchdog turns a wait
@@ -157,7 +157,11 @@ def prefill_sm90_build(key: KernelKey) -> KernelBuild:
         source="prefill_sm90.cu",
         name_expression=f"paged_trt::prefill_sm90<{', '.join(map(str, arguments))}>",
         threads=THREADS,
-        shared_bytes=shared_bytes(key.head_dim, key.value_head_dim, forms=key.forms),
+        shared_bytes=shared_bytes(
+            key.head_dim,
+            key.value_head_dim,
+            is_ahead=SCORES_AHEAD in key.forms and not key.has_softcap,
+        ),
         macros=tuple(FORM_MACROS[form] for form in key.forms if FORM_MACROS[form]),
     )
 
@@ -167,15 +171,14 @@ def key_tile_tokens(head_dim: int, value_head_dim: int) -> int:
     return 64 if max(head_dim, value_head_dim) > 128 else 128
 
 
-def shared_bytes(head_dim: int, value_head_dim: int, *, forms: Sequence[str] = ()) -> int:
-    """Dynamic shared memory of a block."""
+def shared_bytes(head_dim: int, value_head_dim: int, *, is_ahead: bool = False) -> int:
+    """Dynamic shared memory of a block; `is_ahead`: narrow heads have more stages."""
     key_columns, value_columns = (
         -(-dim // tensor_maps.BOX_COLUMNS) * tensor_maps.BOX_COLUMNS
         for dim in (head_dim, value_head_dim)
     )
     most = max(key_columns, value_columns)
-    is_ahead = SCORES_AHEAD in forms and most <= NARROW_DIM
-    key_stages, value_stages = (4, 4) if is_ahead else (2, 3)
+    key_stages, value_stages = (4, 4) if is_ahead and most <= NARROW_DIM else (2, 3)
     tokens = key_tile_tokens(head_dim, value_head_dim)
     queries = (1 if most > 128 else 2) * TILE_ROWS * most * 2
     keys_and_values = tokens * (key_stages * key_columns + value_stages * value_columns) * 2

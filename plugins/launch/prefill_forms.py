@@ -13,15 +13,13 @@ from typing import Final
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
     ANY_DIMS,
-    COUNTER_BYTES,
     FORM_MACROS,
     NARROW_DIM,
     SCORES_AHEAD,
     hopper_plan,
     refusal,
 )
-from paged_trt.plugins.launch.planner import PlannedAttention, PolicyPlanner
-from paged_trt.plugins.launch.plans import PlanSource, PrefillPlan
+from paged_trt.plugins.launch.plans import PrefillPlan
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 COMBINATIONS: Final = (
@@ -86,26 +84,3 @@ def name_of(plan: PrefillPlan, candidates: Sequence[PrefillPlan]) -> str:
     if plan.takes_tiles == first.takes_tiles:
         return forms or "today"
     return forms or ("counter" if plan.takes_tiles else "dealt")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FixedPrefillPlanner:
-    """A planner with one plan for prefill steps.
-
-    Attributes:
-        plan_of_prefill: the plan.
-    """
-
-    plan_of_prefill: PrefillPlan
-
-    def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The plan of a prefill step, and the heuristic's of a decode step."""
-        if request.is_decode:
-            return PolicyPlanner(explicit=None).plan(request)
-        return PlannedAttention(
-            plan=self.plan_of_prefill, source=PlanSource.EXPLICIT, reason="asked for"
-        )
-
-    def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
-        """Bytes of workspace: the heuristic's, and a counter of tiles at least."""
-        return max(COUNTER_BYTES, PolicyPlanner(explicit=None).workspace_bytes(largest))

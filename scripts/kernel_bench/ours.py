@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.launch.dispatch import kernel_keys, kernel_paths
+from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES
 from paged_trt.plugins.launch.loaded import KERNELS
-from paged_trt.plugins.launch.planner import Planner, PolicyPlanner, candidates
-from paged_trt.plugins.launch.plans import AttentionPlan, PrefillPlan
-from paged_trt.plugins.launch.prefill_forms import (
-    FixedPrefillPlanner,
-    name_of,
-    prefill_candidates,
+from paged_trt.plugins.launch.planner import (
+    PlannedAttention,
+    Planner,
+    PolicyPlanner,
+    candidates,
 )
+from paged_trt.plugins.launch.plans import AttentionPlan, PlanSource, PrefillPlan
+from paged_trt.plugins.launch.prefill_forms import name_of, prefill_candidates
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.step_sizes import page_tables, pool_spec, sets_in_turn
@@ -26,6 +28,29 @@ from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
 from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FixedPrefillPlanner:
+    """A planner with one plan for prefill steps.
+
+    Attributes:
+        plan_of_prefill: the plan.
+    """
+
+    plan_of_prefill: PrefillPlan
+
+    def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
+        """The plan of a prefill step, and the heuristic's of a decode step."""
+        if request.is_decode:
+            return PolicyPlanner(explicit=None).plan(request)
+        return PlannedAttention(
+            plan=self.plan_of_prefill, source=PlanSource.EXPLICIT, reason="asked for"
+        )
+
+    def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
+        """Bytes of workspace: the heuristic's, and a counter of tiles at least."""
+        return max(COUNTER_BYTES, PolicyPlanner(explicit=None).workspace_bytes(largest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

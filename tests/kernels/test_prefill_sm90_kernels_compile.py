@@ -65,7 +65,6 @@ KEYS = [
     key(PLAIN, BF16, 64, 1, has_window=True),
     key(PLAIN, BF16, 256, 4, has_window=True),
     key(PLAIN, BF16, 128, 4, forms=("overlap", "short-end", "small-sections")),
-    key(PLAIN, FP16, 128, 1, forms=("overlap",), has_window=True, has_softcap=True),
     key(PLAIN, BF16, 64, 4, forms=("scores-ahead", "overlap")),
     key(PLAIN, BF16, 96, 4, forms=(ANY_DIMS,)),
     key(SPLIT, BF16, 192, 8, value_head_dim=128, forms=(ANY_DIMS,)),
@@ -90,7 +89,7 @@ def compile_kernel(kernel: KernelKey) -> tuple[bytes, str]:
     """Machine code and log, with a proof that Python and CUDA agree on the shared memory."""
     build = prefill_sm90_build(kernel)
     layout = build.name_expression.replace("prefill_sm90<", "PrefillLayout<")
-    macros = "".join(f"#define {name} 1\n" for name in build.macros)
+    macros = "".join(f"#define PAGED_TRT_{name} 1\n" for name in build.macros)
     source = (
         f'{macros}#include "{build.source}"\n'
         f"static_assert({layout}::kSharedBytes == {build.shared_bytes});\n"

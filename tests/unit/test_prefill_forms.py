@@ -13,15 +13,11 @@ from paged_trt.plugins.launch.dispatch import kernel_keys
 from paged_trt.plugins.launch.kernels_prefill_sm90 import ANY_DIMS, plan_prefill, prefill_sm90_build
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import PlanSource, PrefillPlan
-from paged_trt.plugins.launch.prefill_forms import (
-    FixedPrefillPlanner,
-    name_of,
-    parse_forms,
-    prefill_candidates,
-)
+from paged_trt.plugins.launch.prefill_forms import name_of, parse_forms, prefill_candidates
 from paged_trt.plugins.launch.registry import KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.operands import StepShape
+from paged_trt.scripts.kernel_bench.ours import FixedPrefillPlanner
 
 
 def request(
@@ -91,7 +87,7 @@ def test_a_plan_of_a_form_asks_for_its_kernel() -> None:
     assert append.forms == ()
     assert append.path is KernelPath.APPEND
     macros = prefill_sm90_build(prefill).macros
-    assert macros == ("PAGED_TRT_PREFILL_OVERLAP", "PAGED_TRT_PREFILL_SHORT_END")
+    assert macros == ("PREFILL_OVERLAP", "PREFILL_SHORT_END")
     assert "overlap+short-end" in str(plan)
     assert "overlap, short-end" in str(prefill)
     assert prefill_sm90_build(kernel_keys(step, plan_prefill(step))[1]).macros == ()
