@@ -38,6 +38,7 @@ class BuildConfig:
         dtype: type to convert the model to; None keeps its own.
         attention_plan: explicit plan of the attention kernels; None lets the planner decide.
         greedy_in_engine: let the engine choose the next tokens too.
+        layer_outputs: also give the attention output of each layer, for comparisons.
         float16_sums: let TensorRT sum float16 products in float16, which is its own choice.
     """
 
@@ -53,6 +54,7 @@ class BuildConfig:
     dtype: DType | str | None = None
     attention_plan: str | None = None
     greedy_in_engine: bool = False
+    layer_outputs: bool = False
     float16_sums: bool = False
 
 
@@ -91,6 +93,7 @@ def resolve(config: BuildConfig, facts: ModelFacts) -> EngineSpec:
         ),
         reads_position_ids=facts.reads_position_ids,
         greedy_in_engine=config.greedy_in_engine,
+        layer_outputs=config.layer_outputs,
     )
 
 

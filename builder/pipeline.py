@@ -71,11 +71,13 @@ class PagePlan:
     page_table_bytes: int
     weight_bytes: int
     workspace_bytes: int
+    layer_output_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Pools, page table, weights and attention workspace; activations come on top."""
-        return self.pool_bytes + self.page_table_bytes + self.weight_bytes + self.workspace_bytes
+        """Pools, page table, weights, attention workspace, layer outputs; activations not."""
+        fixed = self.pool_bytes + self.page_table_bytes + self.weight_bytes
+        return fixed + self.workspace_bytes + self.layer_output_bytes
 
 
 def plan_build(request: BuildRequest) -> PagePlan:
@@ -192,6 +194,7 @@ def _page_plan(
         page_table_bytes=spec.pool.table_entries() * DType.INT32.itemsize,
         weight_bytes=sum(v.const_value.nbytes for v in initializers if v.const_value is not None),
         workspace_bytes=max(workspace_bounds(spec, explicit)),
+        layer_output_bytes=spec.layer_output_bytes(),
     )
 
 

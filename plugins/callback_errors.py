@@ -101,20 +101,15 @@ def kept_or(fallback: _R) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
-def kept_where_watched(callback: Callable[_P, None]) -> Callable[_P, None]:
-    """A callback whose exception reaches TensorRT only where nobody else would notice it.
+def keep_where_watched(error: BaseException) -> None:
+    """Keep what a callback caught; raise it where nobody else would notice it.
 
     Seen on RTX 1.6.1: an exception in `enqueue` leaves a damaged heap, and the process aborts
     when the engine is freed. Who runs steps inside `CallbackErrors.watched` gets none.
+
+    Raises:
+        BaseException: `error`, where no caller watches.
     """
-
-    @functools.wraps(callback)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        try:
-            callback(*args, **kwargs)
-        except BaseException as error:
-            CALLBACK_ERRORS.keep(error)
-            if not CALLBACK_ERRORS.is_watched:
-                raise
-
-    return guarded
+    CALLBACK_ERRORS.keep(error)
+    if not CALLBACK_ERRORS.is_watched:
+        raise error

@@ -18,7 +18,7 @@ from paged_trt.plugins.path_hints import not_an_engine
 from paged_trt.plugins.tensors import EngineSpec, TensorSpec
 from paged_trt.plugins.version import version
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Raised when a field of the spec is added: an older manifest says nothing of it."""
 MANIFEST_FILE: Final = "manifest.json"
 PLAN_FILE: Final = "model.plan"
@@ -96,7 +96,7 @@ class SourceRecord(_Record):
 class EngineManifest(_Record):
     """Everything that the runtime must know before it opens a plan."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     created_by: str
     pool: PoolRecord
     spec: EngineSpec

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from paged_trt.plugins import cuda, device
-from paged_trt.plugins.callback_errors import kept, kept_or, kept_where_watched
+from paged_trt.plugins.callback_errors import keep_where_watched, kept, kept_or
 from paged_trt.plugins.errors import KernelLaunchError, SpecMismatchError
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OP_VERSION
-from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
+from paged_trt.plugins.launch.dispatch import PreparedStep, warm_keys
 from paged_trt.plugins.launch.kernels_decode import CallAddresses
+from paged_trt.plugins.launch.layer import LayerLauncher
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -38,7 +39,8 @@ from paged_trt.plugins.trt import Route, from_api_dtype, load, to_api_dtype
 api: Final = load()
 
 TACTIC_PLANNER: Final = 1
-"""The planner decides at run time. Tactic numbers live in plans: append only, never reuse."""
+"""The planner decides at run time; the README says why there is no other. Tactic numbers live in
+plans: append only, never reuse."""
 GQA_NAME: Final = "GroupQueryAttention"
 PLUGIN_NAMES: Final = {Route.PLUGIN: (OP_TYPE, OP_DOMAIN), Route.GQA: (GQA_NAME, "")}
 """Name and namespace of the plugin on each route; the version is OP_VERSION on both."""
@@ -201,7 +203,7 @@ class PagedAttentionPlugin(
         return self._planner.workspace_bytes(self._plan_request(step))
 
     def get_valid_tactics(self) -> list[int]:
-        """Tactics in planner order: a build without a GPU takes the first."""
+        """The only one; TensorRT's timing could not choose among plans."""
         return [TACTIC_PLANNER]
 
     @kept
@@ -228,7 +230,6 @@ class PagedAttentionPlugin(
             ]
         )
 
-    @kept_where_watched
     def enqueue(
         self,
         input_desc: Sequence[Any],
@@ -243,16 +244,20 @@ class PagedAttentionPlugin(
         Raises:
             KernelLaunchError: a kernel is missing, or a pool output is not its input's memory.
         """
-        launcher = self._launcher
-        if not launcher.has_shape:
-            raise KernelLaunchError(f"{self._where()}: enqueue came before on_shape_change")
-        launcher.enqueue(
-            inputs, outputs, workspace, stream, locate=self._locate, prepare=self._prepare
-        )
+        # No decorator and no helper: every call here is paid once per layer and step.
+        try:
+            self._launcher.enqueue(inputs, outputs, workspace, stream, layer=self)
+        except BaseException as error:
+            keep_where_watched(error)
 
-    def _locate(
+    def locate(
         self, inputs: Sequence[int], outputs: Sequence[int], workspace: int
     ) -> CallAddresses:
+        """Addresses of the operands, of a call that has new ones.
+
+        Raises:
+            KernelLaunchError: a pool output is not its input's memory.
+        """
         for output, operand in _ALIASED_INPUT.items():
             if outputs[output] != inputs[operand]:
                 raise KernelLaunchError(
@@ -276,7 +281,12 @@ class PagedAttentionPlugin(
             places.append((index, offset * self._dtypes[index].itemsize if offset else 0))
         return places
 
-    def _prepare(self, request: AttentionPlanRequest, addresses: CallAddresses) -> PreparedStep:
+    def prepare(self, request: AttentionPlanRequest, addresses: CallAddresses) -> PreparedStep:
+        """The launches of a step that was not seen before.
+
+        Raises:
+            KernelLaunchError: a kernel is not loaded.
+        """
         return PreparedStep(request, self.spec.operator, addresses, planner=self._planner)
 
     def _plan_request(self, step: StepShape) -> AttentionPlanRequest:

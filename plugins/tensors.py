@@ -43,6 +43,7 @@ class Role(enum.Enum):
     POOL_INPUT = "pool_input"
     SCALES = "scales"
     RESULT = "result"
+    LAYER_OUTPUT = "layer_output"
     POOL_OUTPUT = "pool_output"
 
     @property
@@ -85,6 +86,11 @@ def pool_output_name(pool_input: str) -> str:
     return f"{kind}_out.{layer}"
 
 
+def attention_name(layer: int) -> str:
+    """Output that holds what attention of `layer` gives: `[T, num_q_heads, value_head_dim]`."""
+    return f"attention.{layer}"
+
+
 def kv_scales_name(layer: int) -> str:
     """Input that holds the scales of `layer`, `[2, num_kv_heads]` float32."""
     return f"kv_scales.{layer}"
@@ -107,6 +113,8 @@ class EngineSpec:
         reads_position_ids: whether the model has a `position_ids` input.
         greedy_in_engine: whether the engine chooses the next tokens too, as `next_tokens`
             `[num_seqs]` int64 beside the logits of last tokens.
+        layer_outputs: whether the engine also gives the attention output of each layer, for
+            comparisons.
 
     Raises:
         ConfigError: a value is invalid or two do not fit together.
@@ -123,6 +131,7 @@ class EngineSpec:
     max_num_tokens: int
     reads_position_ids: bool
     greedy_in_engine: bool = False
+    layer_outputs: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -190,6 +199,12 @@ class EngineSpec:
             total += size
         return total
 
+    def layer_output_bytes(self) -> int:
+        """Bytes of the attention outputs of the largest step; 0 where the engine has none."""
+        elements = sum(layer.num_q_heads * layer.value_head_dim for layer in self.layers)
+        per_row = elements * self.activation_dtype.itemsize
+        return self.max_token_rows * per_row if self.layer_outputs else 0
+
     def _step_inputs(self) -> list[TensorSpec]:
         def step(name: str, dtype: DType, *dims: Dim) -> TensorSpec:
             return TensorSpec(name=name, role=Role.STEP_INPUT, dtype=dtype, dims=dims)
@@ -246,7 +261,17 @@ class EngineSpec:
             )
             for pool in self.pools()
         ]
-        if not self.greedy_in_engine:
-            return [logits, *pools]
         tokens = TensorSpec(name=NEXT_TOKENS, role=Role.RESULT, dtype=DType.INT64, dims=(NUM_SEQS,))
-        return [logits, tokens, *pools]
+        results = [logits, tokens] if self.greedy_in_engine else [logits]
+        return [*results, *self._layer_outputs(), *pools]
+
+    def _layer_outputs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(
+                name=attention_name(index),
+                role=Role.LAYER_OUTPUT,
+                dtype=self.activation_dtype,
+                dims=(NUM_TOKENS, layer.num_q_heads, layer.value_head_dim),
+            )
+            for index, layer in enumerate(self.layers if self.layer_outputs else ())
+        ]

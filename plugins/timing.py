@@ -7,6 +7,7 @@ its own `Graphs`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -85,25 +86,67 @@ def measure(
     Raises:
         PagedTrtError: the device failed.
     """
+    (times,) = measure_in_turn(
+        graphs,
+        [calls],
+        replays=replays,
+        graph_microseconds=graph_microseconds,
+        estimate=estimate,
+    )
+    return times
+
+
+def measure_in_turn(
+    graphs: Graphs,
+    works: Sequence[Sequence[Call]],
+    *,
+    replays: int = REPLAYS,
+    graph_microseconds: float = GRAPH_MICROSECONDS,
+    estimate: float | None = None,
+) -> list[Times]:
+    """Times of several works whose replays take turns: a drift of the clocks meets all of them.
+
+    Args:
+        graphs: records and replays.
+        works: of each, calls as `measure` takes them.
+        replays: timed replays of each, after one that is not.
+        graph_microseconds: as in `measure`.
+        estimate: as in `measure`, of every work.
+
+    Raises:
+        PagedTrtError: the device failed.
+    """
+    with contextlib.ExitStack() as stack:
+        recorded = []
+        for calls in works:
+            replay, count = _record(graphs, calls, graph_microseconds, estimate)
+            stack.callback(replay.close)
+            recorded.append((replay, count))
+        for replay, _ in recorded:
+            replay()
+        rounds = [[replay() / count for replay, count in recorded] for _ in range(replays)]
+    return [
+        Times(
+            median=statistics.median(times),
+            minimum=min(times),
+            maximum=max(times),
+            calls=count,
+            replays=replays,
+        )
+        for times, (_, count) in zip(zip(*rounds, strict=True), recorded, strict=True)
+    ]
+
+
+def _record(
+    graphs: Graphs, calls: Sequence[Call], graph_microseconds: float, estimate: float | None
+) -> tuple[Replay, int]:
+    """A graph of enough calls, and their number."""
     for call in calls[:2]:
         graphs.run(call)
     once = graphs.run(calls[-1]) if estimate is None else estimate
     wanted = max(1, min(MOST_CALLS, math.ceil(graph_microseconds / max(once, 1.0))))
     rounds = max(1, math.ceil(wanted / len(calls)))
-    replay = graphs.record([*calls] * rounds)
-    count = rounds * len(calls)
-    try:
-        replay()
-        times = [replay() / count for _ in range(replays)]
-    finally:
-        replay.close()
-    return Times(
-        median=statistics.median(times),
-        minimum=min(times),
-        maximum=max(times),
-        calls=count,
-        replays=replays,
-    )
+    return graphs.record([*calls] * rounds), rounds * len(calls)
 
 
 class _DriverReplay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -260,12 +261,29 @@ class Batch:
         sequence.forget_pages()
         self.registry.release(pages)
 
+    def discard(self, sequence: LiveSequence) -> None:
+        """As `drop`, of a sequence whose pages may hold what is no number.
+
+        Nobody begins with its pages any more, nor with what goes on from them; those who share
+        them already keep them.
+        """
+        pages = [page for page in sequence.pages if page != UNUSED_PAGE_ENTRY]
+        self.drop(sequence)
+        self.registry.forget(pages)
+
     def _require_free(self, segments: Iterable[Segment]) -> None:
         wanted = 0
+        sharers: collections.Counter[int] = collections.Counter()
         for segment in segments:
             sequence = segment.sequence
             wanted += max(0, pages_for_tokens(segment.end) - len(sequence.pages))
-            wanted += self._shared_tail(sequence) is not None
+            shared_tail = self._shared_tail(sequence)
+            if shared_tail is not None:
+                sharers[sequence.pages[shared_tail]] += 1
+        # Who writes last to a page that only sequences of this step hold writes to the page itself.
+        wanted += sum(
+            min(times, self.registry.reference_count(page) - 1) for page, times in sharers.items()
+        )
         if wanted > self.registry.num_free:
             raise PagesExhausted(wanted, self.registry.num_free)
 

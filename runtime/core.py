@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -21,6 +20,7 @@ from paged_trt.plugins.errors import (
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.fair_lock import FairLock
 from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
@@ -100,7 +100,7 @@ class EngineCore:
             else bucketed_shapes,
         )
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._waiting = WaitingLine(max_waiting)
         self._ids = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -127,6 +127,8 @@ class EngineCore:
         deliver: Callable[[StepResult], None],
     ) -> LiveSequence:
         """Queue a sequence; it never waits for a step that runs.
+
+        Where the core is closed meanwhile, it raises, or the sequence ends with an error.
 
         Args:
             prompt: a prompt that `check_prompt` passed.
@@ -165,6 +167,9 @@ class EngineCore:
             deliver=deliver,
         )
         self._waiting.put(sequence)
+        # Closed in between: what took the orders since has ended it, or nobody will.
+        if self._is_closed and self._waiting.take_back(sequence):
+            self.require_open()
         return sequence
 
     def fork(
@@ -185,7 +190,8 @@ class EngineCore:
         Raises:
             SequenceError: every slot is taken, or `source` waits, prefills or has ended.
         """
-        with self._lock:
+
+        def make() -> LiveSequence:
             self.require_open()
             fork = source.copy(next(self._ids), deliver)
             fork.sampling = sampling or dataclasses.replace(source.sampling, seed=None)
@@ -194,20 +200,21 @@ class EngineCore:
             self.batch.fork(source, fork)
             return fork
 
+        return self._lock.run(make)
+
     def cancel(self, sequences: Iterable[LiveSequence]) -> None:
         """Drop sequences and free their pages; nothing to do for those that have ended.
 
         Nothing is delivered. A step that runs ends first.
         """
         self._waiting.drop(sequences)
-        with self._lock:
-            self._take_orders()
+        self._lock.run(self._take_orders)
 
     def step(self, *, meanwhile: Callable[[], None] | None = None) -> bool:
         """Run one step and deliver its results; False where no sequence is left to run.
 
         A step that fails ends the sequences that it ran, each with an error; nothing is raised
-        for it.
+        for it. A sequence whose own logits are no numbers ends alone.
 
         Args:
             meanwhile: work of the host that is done while the device runs the step, where there
@@ -218,16 +225,7 @@ class EngineCore:
             BaseException: what is no Exception, such as KeyboardInterrupt, after the sequences
                 of the step were ended.
         """
-        with self._lock:
-            self.require_open()
-            self._take_orders()
-            found = self._planner.next()
-            if found is None:
-                return bool(self._waiting)
-            if meanwhile is not None:
-                self.executor.during_next_step(meanwhile)
-            self._run(*found)
-            return True
+        return self._lock.run(lambda: self._step(meanwhile))
 
     @property
     def has_work(self) -> bool:
@@ -249,16 +247,11 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """End all sequences with an error and close the executor; a second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._take_orders()
-            error = SequenceError("the engine was closed before the sequence ended")
-            for sequence in (*self.batch, *self._waiting):
-                self._fail(sequence, error)
-            self.executor.close()
+        """End all sequences with an error and close the executor; a second call does nothing.
+
+        A step that runs ends first, and so does what asked before from other threads.
+        """
+        self._lock.run(self._close)
 
     def require_open(self) -> None:
         """Raise where the core is closed.
@@ -269,12 +262,34 @@ class EngineCore:
         if self._is_closed:
             raise SequenceError("the session is closed; make another one")
 
+    def _step(self, meanwhile: Callable[[], None] | None) -> bool:
+        self.require_open()
+        self._take_orders()
+        found = self._planner.next()
+        if found is None:
+            return bool(self._waiting)
+        if meanwhile is not None:
+            self.executor.during_next_step(meanwhile)
+        self._run(*found)
+        return True
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._take_orders()
+        self.executor.close()
+
     def _take_orders(self) -> None:
-        """Queue what was submitted, and drop what was cancelled."""
+        """Queue what was submitted, and drop what was cancelled; all, where the core is closed."""
         for sequence in self._waiting.take_orders():
             waited = self._waiting.remove(sequence)
             self._counts["cancelled"] += waited or sequence.slot >= 0
             self.batch.drop(sequence)
+        if self._is_closed:
+            error = SequenceError("the engine was closed before the sequence ended")
+            for sequence in (*self.batch, *self._waiting):
+                self._fail(sequence, error)
 
     def _run(self, plan: StepPlan, copies: PageCopies) -> None:
         try:
@@ -285,12 +300,20 @@ class EngineCore:
         self._scheduler.note(plan)
         self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
         self._counts["mixed_steps"] += plan.is_mixed
-        self._counts["new_tokens"] += len(sampled)
         for each in sampled:
-            self._take_token(each)
+            if each.sequence.slot < 0:
+                # What took the token of another one has ended this one.
+                continue
+            if each.error is None:
+                self._take_token(each)
+            else:
+                # Its keys and values may be no numbers either.
+                self.batch.discard(each.sequence)
+                self._fail(each.sequence, each.error)
 
     def _take_token(self, sampled: Sampled) -> None:
         sequence = sampled.sequence
+        self._counts["new_tokens"] += 1
         finished = sequence.take(sampled.token)
         if finished is not None:
             self.batch.drop(sequence)

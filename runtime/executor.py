@@ -127,10 +127,11 @@ class Executor(Protocol):
             with_logprobs: whether somebody reads the logprobs.
 
         Returns:
-            Tokens `[len(rows)]`, and their logprobs `[len(rows)]` where they are asked for.
+            Tokens `[len(rows)]`, an id outside the vocabulary where a row has no largest logit;
+            and their logprobs `[len(rows)]` where they are asked for.
 
         Raises:
-            ExecutionError: the model failed, or a row that draws has no largest logit.
+            ExecutionError: the model failed.
             ConfigError: a row draws and has no seed.
         """
         ...

@@ -84,7 +84,12 @@ class JitCache:
             return False
         if data is None:
             return False
-        if not self._cache.deserialize(data):
+        try:
+            is_taken = self._cache.deserialize(data)
+        except Exception as error:  # the engine runs without them
+            _LOG.warning("TensorRT-RTX does not read the kernels that it kept: %s", error)
+            return False
+        if not is_taken:
             _LOG.info("the kernels that TensorRT-RTX kept are of another device or driver")
             return False
         self._saved = hashlib.sha256(data).hexdigest()

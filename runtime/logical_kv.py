@@ -38,6 +38,15 @@ class PagedExecutor(Executor, Protocol):
         """Scales input name -> `[2, num_kv_heads]` float32; empty unless quantised."""
         ...
 
+    @property
+    def gives_layer_outputs(self) -> bool:
+        """Whether `read_layer_outputs` has something to give."""
+        ...
+
+    def read_layer_outputs(self) -> list[Array]:
+        """Attention outputs of the last step, `[T, num_q_heads, value_head_dim]` by layer."""
+        ...
+
     def read_pages(self, name: str, pages: Sequence[int]) -> Array:
         """Pages of the pool input `name`, `[len(pages), num_kv_heads, 128, head_dim]`."""
         ...

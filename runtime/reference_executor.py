@@ -52,11 +52,8 @@ class ReferenceExecutor:
         kv_scales: scales input name -> `[2, num_kv_heads]` float32; needed where the pools
             are quantised.
         notes: what a report must say besides, such as why this executor was chosen.
-        keeps_layers: keep the attention output of each layer after a step.
-
-    Attributes:
-        layer_outputs: those of the last step, `[T, num_q_heads, value_head_dim]` by layer;
-            empty unless `keeps_layers`.
+        keeps_layers: keep the attention output of each layer after a step, as for an engine
+            that was built with `--layer-outputs`.
 
     Raises:
         UnsupportedError: onnxruntime is not installed or cannot run the model.
@@ -77,9 +74,11 @@ class ReferenceExecutor:
         self._spec = spec
         runtime = _import_onnxruntime()
         self._scales = checked_scales(spec, kv_scales or {})
-        model = open_reference_model(model_path, spec, keeps_layers=keeps_layers)
+        model = open_reference_model(
+            model_path, spec, keeps_layers=keeps_layers or spec.layer_outputs
+        )
         self._layer_names = model.layer_names
-        self.layer_outputs: list[Array] = []
+        self._layer_outputs: list[Array] = []
         self._notes = (*notes, BFLOAT16_NOTE) if model.is_upcast else notes
         self._session: Any = _make_session(runtime, model, model_path)
         # onnxruntime reads and writes these arrays in place.
@@ -124,6 +123,19 @@ class ReferenceExecutor:
             ExecutionError: the executor is closed.
         """
         return self.pool(name)[list(pages)]
+
+    @property
+    def gives_layer_outputs(self) -> bool:
+        """Whether attention outputs are kept."""
+        return bool(self._layer_names)
+
+    def read_layer_outputs(self) -> list[Array]:
+        """Attention outputs of the last step, `[T, num_q_heads, value_head_dim]` by layer.
+
+        Returns:
+            Empty where none are kept, and before the first step; float32 where bfloat16 is upcast.
+        """
+        return self._layer_outputs
 
     def fill_pools(self, byte: int) -> None:
         """Set every byte of every pool.
@@ -184,11 +196,11 @@ class ReferenceExecutor:
         """As `step`, for tokens that are drawn from the logits, in NumPy.
 
         Returns:
-            Tokens and logprobs of `rows`.
+            Tokens and logprobs of `rows`, an id outside the vocabulary where one has no largest
+            logit.
 
         Raises:
-            ExecutionError: onnxruntime failed, the executor is closed, or a row that draws has
-                no largest logit.
+            ExecutionError: onnxruntime failed, or the executor is closed.
             ConfigError: a row draws and has no seed.
         """
         return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
@@ -212,7 +224,7 @@ class ReferenceExecutor:
         self._current = 1 - self._current
         # The pools were bound first.
         found = [value.numpy() for value in binding.get_outputs()[len(self._spec.pools()) :]]
-        self.layer_outputs = found[len(results) :]
+        self._layer_outputs = found[len(results) :]
         return dict(zip(results, found, strict=False))
 
     def during_next_step(self, work: Callable[[], None]) -> None:

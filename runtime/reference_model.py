@@ -98,7 +98,8 @@ def _mark_layers(model: ir.Model, spec: EngineSpec) -> tuple[str, ...]:
             pool, attended = node.inputs[Operand.KEY_POOL], node.outputs[Output.OUTPUT]
             marked["" if pool is None else pool.name] = attended
     values = [marked[key_pool_name(layer)] for layer in range(len(spec.layers))]
-    model.graph.outputs.extend(values)
+    # An engine that was built with `--layer-outputs` has them already.
+    model.graph.outputs.extend(value for value in values if not value.is_graph_output())
     return tuple(str(value.name) for value in values)
 
 

@@ -185,6 +185,14 @@ class PageRegistry:
         while self._retained:
             self._evict()
 
+    def forget(self, page_ids: Iterable[int]) -> None:
+        """Let nobody find some pages again, nor those that go on from them.
+
+        Those of them that are retained are empty then; referenced ones stay so.
+        """
+        for page_id in page_ids:
+            self._forget(page_id)
+
     def take_freed(self) -> list[int]:
         """Pages whose content was lost since the last call; empty unless they are recorded."""
         freed, self._freed = self._freed or [], [] if self._freed is not None else None
@@ -214,13 +222,18 @@ class PageRegistry:
 
     def _evict(self) -> None:
         """Empty the page that is retained longest, and all retained pages that go on from it."""
-        oldest = next(iter(self._retained))
-        for page_id in self._contents.forget(oldest):
-            if page_id in self._retained:
-                del self._retained[page_id]
-                self._empty.append(page_id)
-                self.num_evicted += 1
-                self._note_freed(page_id)
+        self.num_evicted += self._forget(next(iter(self._retained)))
+
+    def _forget(self, page_id: int) -> int:
+        """Forget a page and all that go on from it; how many of them became empty."""
+        count = 0
+        for forgotten in self._contents.forget(page_id):
+            if forgotten in self._retained:
+                del self._retained[forgotten]
+                self._empty.append(forgotten)
+                self._note_freed(forgotten)
+                count += 1
+        return count
 
     def _note_freed(self, page_id: int) -> None:
         if self._freed is not None:

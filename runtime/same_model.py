@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY
-from paged_trt.plugins.tensors import LOGITS
+from paged_trt.plugins.tensors import LOGITS, attention_name
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.logical_kv import (
     PagedExecutor,
@@ -114,13 +114,13 @@ def step_tensors(executor: PagedExecutor, inputs: StepInputs) -> dict[str, Array
     """
     logits = last_logits(executor.spec, executor.step(inputs), inputs)
     stored = gather_kv(executor, inputs)
-    attended = getattr(executor, "layer_outputs", ())
+    attended = executor.read_layer_outputs() if executor.gives_layer_outputs else []
     tensors = {}
     for layer in range(len(executor.spec.layers)):
         for name in (key_name(layer), value_name(layer)):
             tensors[name] = stored[name]
         if attended:
-            tensors[f"attention.{layer}"] = attended[layer][: inputs.query_start_offsets[-1]]
+            tensors[attention_name(layer)] = attended[layer][: inputs.query_start_offsets[-1]]
     return {**tensors, LOGITS: logits}
 
 

@@ -72,40 +72,37 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-def checked_tokens(tokens: npt.NDArray[np.int64], vocab_size: int) -> list[int]:
-    """Choices of an engine or of the sampling kernel as ids.
+def row_error(token: int, row: int, vocab_size: int) -> ExecutionError | None:
+    """What is wrong with the logits that a token was chosen from; None where nothing is.
 
     Args:
-        tokens: `[rows]`, entries of `next_tokens`.
+        token: choice of `greedy`, of `sample`, of an engine or of the sampling kernel.
+        row: row of the logits, for the message.
         vocab_size: number of token ids.
-
-    Raises:
-        ExecutionError: a row had no largest logit.
     """
-    for row in np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist():
-        what = "NaN" if tokens[row] == NO_NEXT_TOKEN else "nothing above minus infinity"
-        raise ExecutionError(f"row {row} of the logits has no largest value ({what}); {_REMEDY}")
-    return [int(token) for token in tokens]
+    if 0 <= token < vocab_size:
+        return None
+    what = "NaN" if token == NO_NEXT_TOKEN else "nothing above minus infinity"
+    return ExecutionError(f"row {row} of the logits has no largest value ({what}); {_REMEDY}")
 
 
 def greedy(logits: Array) -> list[int]:
     """Id of the largest logit of each row; the lowest id among equals.
 
+    A row without a largest logit says so by its id, as `next_tokens` of an engine does:
+    NO_NEXT_TOKEN where one is NaN, `vocab_size` where all are minus infinity. `row_error` names
+    it. Infinity is a largest logit.
+
     Args:
         logits: `[rows, vocab_size]` float16 or float32.
-
-    Raises:
-        ExecutionError: a row holds NaN, or nothing above minus infinity.
     """
     best = np.argmax(logits, axis=1)
     # argmax returns the first NaN of a row, so the winner alone tells whether there is one.
     winners = logits[np.arange(len(best)), best]
-    for row in np.flatnonzero(~(winners > -np.inf)).tolist():
-        raise ExecutionError(
-            f"row {row} of the logits has no largest value (token {best[row]} has "
-            f"{winners[row]}); {_REMEDY}"
-        )
-    return [int(token) for token in best]
+    best[np.isneginf(winners)] = logits.shape[1]
+    best[np.isnan(winners)] = NO_NEXT_TOKEN
+    tokens: list[int] = best.tolist()
+    return tokens
 
 
 def sample_rows(specs: Sequence[Sampling], steps: Sequence[int]) -> list[SampleRow]:
@@ -154,11 +151,11 @@ def sample(
 
     Returns:
         Tokens `[rows]`, and the natural logarithms of their probabilities `[rows]`: those of the
-        model, at temperature 1 and among all tokens; zeros where they are not asked for.
+        model, at temperature 1 and among all tokens; zeros where they are not asked for. A row
+        without a largest logit gets what `greedy` gives it, whatever its spec.
 
     Raises:
         ConfigError: a row draws and has no seed, or the vocabulary is too large.
-        ExecutionError: a row holds NaN, or nothing above minus infinity.
     """
     if logits.shape[1] > MAX_SAMPLED_VOCAB:
         raise ConfigError(
@@ -179,7 +176,8 @@ def sample_by_rows(
     tokens = np.array(largest, np.int64)
     logprobs = np.zeros(len(rows), np.float32)
     for index, row in enumerate(rows):
-        if not row.scale and not with_logprobs:
+        is_broken = not 0 <= largest[index] < logits.shape[1]
+        if is_broken or (not row.scale and not with_logprobs):
             continue
         values = logits[index].astype(np.float32) + np.float32(0)  # no minus zero
         if row.scale:

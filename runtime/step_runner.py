@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.runtime.batch import Batch, PageCopies
 from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.sampler import checked_tokens, greedy, sample, top_logprobs
+from paged_trt.runtime.requests import GREEDY, SamplingSpec
+from paged_trt.runtime.results import NO_TOKEN
+from paged_trt.runtime.sampler import greedy, row_error, sample, top_logprobs
 from paged_trt.runtime.scheduler import StepPlan
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
@@ -18,14 +21,15 @@ from paged_trt.runtime.step_sampling import last_token_logits
 
 
 class Sampled(NamedTuple):
-    """The new token of one sequence.
+    """The new token of one sequence, or why it has none.
 
     Attributes:
         sequence: whose token it is; it has not got it yet.
-        token: the token.
+        token: the token; NO_TOKEN with an error.
         logits: `[vocab_size]` float32; None unless the sequence keeps them.
         logprob: natural logarithm of the token's probability; None unless asked for.
         top_logprobs: of the most likely tokens; None unless asked for.
+        error: what is wrong with its logits.
     """
 
     sequence: LiveSequence
@@ -33,6 +37,66 @@ class Sampled(NamedTuple):
     logits: npt.NDArray[np.float32] | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    error: ExecutionError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a step, in the order of its segments.
+
+    Every row is looked at. One that samples nothing, the end of a chunk of a prompt, chooses
+    greedily: its logits tell whether its keys and values may be of use to others.
+    """
+
+    sequences: list[LiveSequence]
+    ends: list[int]
+    samples: list[bool]
+    sampling: list[SamplingSpec]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Rows:
+        segments = plan.segments
+        samples = [segment.samples for segment in segments]
+        return cls(
+            sequences=[segment.sequence for segment in segments],
+            ends=[segment.end for segment in segments],
+            samples=samples,
+            sampling=[
+                segment.sequence.sampling if samples[row] else GREEDY
+                for row, segment in enumerate(segments)
+            ],
+        )
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the largest logits are all that anybody asks for."""
+        return all(each.is_plain for each in self.sampling)
+
+    @property
+    def need_logits(self) -> bool:
+        """Whether somebody reads logits, or the best of them."""
+        return any(
+            self.samples[row] and (each.keep_logits or bool(each.sampling.num_logprobs))
+            for row, each in enumerate(self.sequences)
+        )
+
+    @property
+    def need_logprobs(self) -> bool:
+        """Whether somebody asks for logprobs."""
+        return any(each.num_logprobs is not None for each in self.sampling)
+
+    def steps(self) -> list[int]:
+        """Index of the token that each row draws."""
+        return [each.num_new_tokens for each in self.sequences]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Choices of the rows: an id outside the vocabulary where a row has no largest logit."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    logits: npt.NDArray[Any] | None = None
 
 
 class StepRunner:
@@ -57,7 +121,8 @@ class StepRunner:
             copies: pages to copy first.
 
         Returns:
-            The new tokens, for those segments that sample.
+            The new tokens, for those segments that sample; and an error for every segment whose
+            logits are no numbers.
 
         Raises:
             Exception: whatever failed; the pools may hold any part of the step.
@@ -66,78 +131,70 @@ class StepRunner:
             self._executor.poison_pages(freed)
         if copies:
             self._executor.copy_pages(copies)
+        rows = _Rows.of(plan)
         inputs = self._builder.build(plan, self._batch.table)
-        rows = [row for row, segment in enumerate(plan.segments) if segment.samples]
-        sequences = [plan.segments[row].sequence for row in rows]
-        sampled = self._sampled(inputs, rows, sequences)
-        for segment in plan.segments:
-            self._batch.advance(segment.sequence, segment.end)
+        return self._take(rows, self._choose(rows, inputs))
+
+    def _choose(self, rows: _Rows, inputs: StepInputs) -> _Chosen:
+        """Run the model; the logits stay on the device where nobody needs them."""
+        executor, count = self._executor, len(rows.sequences)
+        if not rows.need_logits:
+            if self._spec.greedy_in_engine and rows.are_plain:
+                tokens = executor.step_tokens(inputs)[:count]
+                return _Chosen(tokens.tolist(), [0.0] * count)
+            if executor.samples_on_device:
+                drawn, logprobs = executor.step_sampled(
+                    inputs,
+                    range(count),
+                    rows.sampling,
+                    rows.steps(),
+                    with_logprobs=rows.need_logprobs,
+                )
+                return _Chosen(drawn.tolist(), logprobs.tolist())
+        logits = last_token_logits(executor, inputs, executor.step(inputs))
+        return _choose_on_host(rows, logits[:count])
+
+    def _take(self, rows: _Rows, chosen: _Chosen) -> list[Sampled]:
+        """Move the sequences on, but for those whose logits are no numbers."""
+        sampled = []
+        vocab_size = self._spec.vocab_size
+        for row, sequence in enumerate(rows.sequences):
+            token = chosen.tokens[row]
+            if not 0 <= token < vocab_size:
+                error = row_error(token, row, vocab_size)
+                sampled.append(Sampled(sequence, NO_TOKEN, error=error))
+                continue
+            self._batch.advance(sequence, rows.ends[row])
+            if rows.samples[row]:
+                sampled.append(_sampled(sequence, row, chosen))
         return sampled
 
-    def _sampled(
-        self, inputs: StepInputs, rows: list[int], sequences: list[LiveSequence]
-    ) -> list[Sampled]:
-        """Run the model; the logits stay on the device where nobody needs them."""
-        executor, vocab_size = self._executor, self._spec.vocab_size
-        if not any(map(_needs_logits, sequences)):
-            if self._spec.greedy_in_engine and all(each.sampling.is_plain for each in sequences):
-                tokens = checked_tokens(executor.step_tokens(inputs)[rows], vocab_size)
-                return [Sampled(*pair) for pair in zip(sequences, tokens, strict=True)]
-            if executor.samples_on_device:
-                return self._drawn(inputs, rows, sequences)
-        logits = last_token_logits(executor, inputs, executor.step(inputs))
-        return _sample(sequences, logits if len(rows) == len(logits) else logits[rows])
 
-    def _drawn(
-        self, inputs: StepInputs, rows: list[int], sequences: list[LiveSequence]
-    ) -> list[Sampled]:
-        tokens, logprobs = self._executor.step_sampled(
-            inputs,
-            rows,
-            [each.sampling for each in sequences],
-            [each.num_new_tokens for each in sequences],
-            with_logprobs=any(each.sampling.num_logprobs is not None for each in sequences),
-        )
-        return [
-            Sampled(each, token)
-            if each.sampling.num_logprobs is None
-            else Sampled(each, token, logprob=logprob, top_logprobs=())
-            for each, token, logprob in zip(
-                sequences, tokens.tolist(), logprobs.tolist(), strict=True
-            )
-        ]
-
-
-def _needs_logits(sequence: LiveSequence) -> bool:
-    return sequence.keep_logits or bool(sequence.sampling.num_logprobs)
-
-
-def _sample(sequences: Sequence[LiveSequence], logits: npt.NDArray[Any]) -> list[Sampled]:
-    """Choose a token for each row, `[len(sequences), vocab_size]`."""
-    tokens = greedy(logits)
+def _choose_on_host(rows: _Rows, logits: npt.NDArray[Any]) -> _Chosen:
+    """Choose a token for each row, `[len(rows), vocab_size]`."""
+    tokens, logprobs = greedy(logits), [0.0] * len(logits)
     # Logprobs and draws cost a pass over the vocabulary in float64: only for those that ask.
-    asking = [row for row, each in enumerate(sequences) if not each.sampling.is_plain]
-    logprobs: dict[int, float] = {}
+    asking = [row for row, each in enumerate(rows.sampling) if not each.is_plain]
     if asking:
-        specs = [sequences[row].sampling for row in asking]
-        steps = [sequences[row].num_new_tokens for row in asking]
-        drawn, found = sample(logits[asking], specs, steps)
+        steps = rows.steps()
+        drawn, found = sample(
+            logits[asking], [rows.sampling[row] for row in asking], [steps[row] for row in asking]
+        )
         for row, token, logprob in zip(asking, drawn.tolist(), found.tolist(), strict=True):
             tokens[row], logprobs[row] = token, logprob
-    return [
-        _sampled(each, tokens[row], logits[row], logprobs.get(row))
-        for row, each in enumerate(sequences)
-    ]
+    return _Chosen(tokens, logprobs, logits)
 
 
-def _sampled(
-    sequence: LiveSequence, token: int, logits: npt.NDArray[Any], logprob: float | None
-) -> Sampled:
-    count = sequence.sampling.num_logprobs
+def _sampled(sequence: LiveSequence, row: int, chosen: _Chosen) -> Sampled:
+    token, count = chosen.tokens[row], sequence.sampling.num_logprobs
+    if count is None and not sequence.keep_logits:
+        return Sampled(sequence, token)
+    logits = None if chosen.logits is None else chosen.logits[row]
+    best = () if logits is None or not count else tuple(top_logprobs(logits, count))
     return Sampled(
         sequence,
         token,
-        logits=logits.astype(np.float32) if sequence.keep_logits else None,
-        logprob=logprob if count is not None else None,
-        top_logprobs=tuple(top_logprobs(logits, count)) if count is not None else None,
+        logits=logits.astype(np.float32) if logits is not None and sequence.keep_logits else None,
+        logprob=chosen.logprobs[row] if count is not None else None,
+        top_logprobs=best if count is not None else None,
     )

@@ -16,7 +16,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.bindings import StepBuffers
 from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.sampler import Sampling, checked_tokens, sample, sample_rows
+from paged_trt.runtime.sampler import Sampling, sample, sample_rows
 
 Array = npt.NDArray[Any]
 Sampled = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
@@ -70,7 +70,7 @@ def sampled_on_host(
         with_logprobs: as in `sample`.
 
     Raises:
-        ExecutionError: the model failed, or a row has no largest logit.
+        ExecutionError: the model failed.
         ConfigError: a row draws and has no seed.
     """
     logits = last_token_logits(executor, inputs, executor.step(inputs))
@@ -83,13 +83,11 @@ class StepSampler:
     Args:
         function: the loaded kernel.
         buffers: where logits, parameters and results lie.
-        spec: interface of the engine.
         driver: module of driver calls.
     """
 
-    def __init__(self, function: Any, buffers: StepBuffers, spec: EngineSpec, driver: Any) -> None:
+    def __init__(self, function: Any, buffers: StepBuffers, driver: Any) -> None:
         self._function, self._buffers, self._driver = function, buffers, driver
-        self._spec = spec
         self._launches: dict[tuple[int, bool], KernelLaunch] = {}
         self._with_logprobs = False
 
@@ -128,13 +126,8 @@ class StepSampler:
         self._buffers.download_tokens(step, stream, with_logprobs=self._with_logprobs)
 
     def result(self, step: StepShape, rows: Sequence[int]) -> Sampled:
-        """What the rows drew, once the stream is idle.
-
-        Raises:
-            ExecutionError: a row has no largest logit.
-        """
+        """What the rows drew, once the stream is idle; `row_error` names those that could not."""
         tokens = self._buffers.tokens(step)[list(rows)]
-        checked_tokens(tokens, self._spec.vocab_size)
         if not self._with_logprobs:
             return tokens, np.zeros(len(rows), np.float32)
         return tokens, self._buffers.logprobs(step)[list(rows)]

@@ -24,6 +24,7 @@ from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
 from paged_trt.runtime.executor import StepInputs, require_next_tokens
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
+from paged_trt.runtime.layer_buffers import LayerBuffers, require_layer_outputs
 from paged_trt.runtime.pool import (
     DeviceArena,
     allocate_pools,
@@ -89,7 +90,8 @@ class TensorRtExecutor:
         keep: what must outlive the engine, such as the runtime that made it.
         make_context: from the engine and a profile to an execution context without memory of
             its own, None where TensorRT refuses.
-        keep_compiled: called after a step for which TensorRT may have compiled kernels.
+        keep_compiled: called after a step, or all of `warm_up`, for which TensorRT may have
+            compiled kernels; the device's context is current.
         uses_graphs: replay decode steps as CUDA graphs.
         sampling_kernel: the loaded kernel; None draws on the host.
 
@@ -122,7 +124,7 @@ class TensorRtExecutor:
         self._uses_graphs = uses_graphs
         self._make_context = make_context
         self._keep_compiled = keep_compiled
-        self._has_new_context = False
+        self._has_new_context = self._is_warming = False
         self._num_steps = 0
         self._wait_seconds = 0.0
         self._meanwhile: Callable[[], None] | None = None
@@ -133,12 +135,14 @@ class TensorRtExecutor:
             undo.callback(self._arena.close)
             self._stream = Stream(device.driver)
             undo.callback(self._stream.close)
-            self._fixed = self._fixed_bindings()
+            self._layers = LayerBuffers(self._arena, spec)
+            self._num_tokens = 0
+            self._fixed = {**self._fixed_bindings(), **self._layers.bindings()}
             self._buffers = StepBuffers(self._arena, spec)
             self._sampler = (
                 None
                 if sampling_kernel is None
-                else StepSampler(sampling_kernel, self._buffers, spec, device.driver)
+                else StepSampler(sampling_kernel, self._buffers, device.driver)
             )
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
@@ -235,10 +239,11 @@ class TensorRtExecutor:
         tokens are the same.
 
         Returns:
-            Tokens of `rows`, and their logprobs, zeros unless they are asked for.
+            Tokens of `rows`, an id outside the vocabulary where one has no largest logit, and
+            their logprobs, zeros unless they are asked for.
 
         Raises:
-            ExecutionError: as `step`, or a row that draws has no largest logit.
+            ExecutionError: as `step`.
             ConfigError: a row draws and has no seed.
         """
         sampler = self._sampler
@@ -247,6 +252,26 @@ class TensorRtExecutor:
         with self._alone():
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
+
+    @property
+    def gives_layer_outputs(self) -> bool:
+        """Whether the engine was built with `--layer-outputs`."""
+        return self._spec.layer_outputs
+
+    def read_layer_outputs(self) -> list[npt.NDArray[Any]]:
+        """Attention outputs of the last step, `[T, num_q_heads, value_head_dim]` by layer.
+
+        Returns:
+            float16, or float32 of bfloat16; T is 0 before the first step.
+
+        Raises:
+            UnsupportedError: the engine was built without `--layer-outputs`.
+            ExecutionError: the device failed, another thread's step runs, or the executor is
+                closed.
+        """
+        require_layer_outputs(self._spec)
+        with self._alone():
+            return self._layers.download(self._num_tokens, self._stream)
 
     def during_next_step(self, work: Callable[[], None]) -> None:
         """Do some work once the next step is handed over to the device, before the wait for it."""
@@ -281,10 +306,17 @@ class TensorRtExecutor:
             ExecutionError: as `step`.
         """
         pool = self._spec.pool
-        self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
-        for num_seqs in power_of_two_buckets(pool.max_batch_size):
-            for width in table_width_buckets(pool):
-                self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+        # Kernels are kept as a whole: once for all contexts, not once for each.
+        self._is_warming = True
+        try:
+            self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
+            for num_seqs in power_of_two_buckets(pool.max_batch_size):
+                for width in table_width_buckets(pool):
+                    self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+        finally:
+            self._is_warming = False
+        with self._alone():
+            self._keep_new_kernels()
 
     @property
     def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
@@ -357,11 +389,17 @@ class TensorRtExecutor:
         except BaseException as error:
             self._recover(error)
             raise
+        if not self._is_warming:
+            self._keep_new_kernels()
+        self._num_steps += 1
+        self._num_tokens = step.num_tokens
+        return step
+
+    def _keep_new_kernels(self) -> None:
+        """Keep what TensorRT compiled, once contexts that are new have run."""
         if self._has_new_context:
             self._has_new_context = False
             self._keep_compiled()
-        self._num_steps += 1
-        return step
 
     def _work_meanwhile(self) -> None:
         work, self._meanwhile = self._meanwhile, None

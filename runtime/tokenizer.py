@@ -21,6 +21,10 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE: Final = "chat_template.jinja"
 _EOS_FILES: Final = ("generation_config.json", "config.json")
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+_UNFINISHED_TOKENS: Final = 3
+"""Tokens that may be part of a character of 4 bytes that is not complete."""
+_MAX_UNCERTAIN: Final = 16
+"""Tokens from which on the beginning of their text is emitted, or they have none."""
 
 
 class Tokenizer:
@@ -174,34 +178,60 @@ class TextStream:
     A character may span several tokens, and a token's text may depend on the one before, so
     the newest tokens are decoded together with those of the last emitted piece.
 
+    A text that ends with U+FFFD may be a character that is not complete, or U+FFFD itself. A
+    character has 4 bytes at most and a token one or more: behind what only the 3 newest tokens can
+    still change the text is certain. So a model that goes on with broken bytes, or with tokens
+    that have no text, costs no more for each token than another one.
+
     Args:
         tokenizer: decodes the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0
-        self._emitted = 0
+        self._before: list[int] = []
+        self._newest: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Add a token; the text that is complete now, perhaps none."""
-        self._ids.append(token_id)
-        text = self._pending()
-        if not text or text.endswith(_UNFINISHED):
+        self._newest.append(token_id)
+        text = self._text(self._newest)
+        if text and not text.endswith(_UNFINISHED):
+            self._emit(len(self._newest))
+            return text
+        if len(self._newest) < _MAX_UNCERTAIN:
             return ""
-        self._context, self._emitted = self._emitted, len(self._ids)
-        return text
+        if not text:
+            del self._newest[:-_UNFINISHED_TOKENS]
+            return ""
+        return self._certain(text)
 
     def finish(self) -> str:
         """The rest of the text: a character that never became complete is one U+FFFD or more."""
-        text = self._pending()
-        self._context = self._emitted = len(self._ids)
+        text = self._text(self._newest)
+        self._emit(len(self._newest))
         return text
 
-    def _pending(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+    def _certain(self, text: str) -> str:
+        """The beginning of the newest tokens' text that no other token can change."""
+        latest = len(self._newest) - _UNFINISHED_TOKENS
+        # Where a character lies on both sides of one place, it does not at another one before.
+        for count in range(latest, latest - _UNFINISHED_TOKENS - 1, -1):
+            certain = self._text(self._newest[:count])
+            if not certain:
+                del self._newest[:count]
+                return ""
+            if text.startswith(certain):
+                self._emit(count)
+                return certain
+        return ""
+
+    def _text(self, newest: list[int]) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + newest)[len(before) :]
+
+    def _emit(self, count: int) -> None:
+        self._before, self._newest = self._newest[:count], self._newest[count:]
 
 
 def _read_text(path: Path) -> str:

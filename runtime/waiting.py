@@ -12,8 +12,8 @@ from paged_trt.runtime.sequences import LiveSequence
 class WaitingLine:
     """First come, first served; a sequence that gave its pages away stands at the front.
 
-    `put` and `drop` may be called from any thread while a step runs. All else belongs to the
-    thread that runs the step, which takes the orders in first.
+    `put`, `take_back` and `drop` may be called from any thread while a step runs. All else belongs
+    to the thread that runs the step, which takes the orders in first.
 
     Args:
         max_waiting: sequences that may wait at most; None for no limit.
@@ -42,6 +42,14 @@ class WaitingLine:
                 f"{len(self)} sequences wait and max_waiting={self._max_waiting}; try again later"
             )
         self._arrived.append(sequence)
+
+    def take_back(self, sequence: LiveSequence) -> bool:
+        """Undo `put`; False where the sequence was taken already."""
+        try:
+            self._arrived.remove(sequence)
+        except ValueError:
+            return False
+        return True
 
     def drop(self, sequences: Iterable[LiveSequence]) -> None:
         """Order that sequences are dropped, those that run included."""

@@ -70,6 +70,12 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float8", "int8")
     help="Also choose the next tokens in the engine: greedy steps then copy no logits.",
 )
 @click.option(
+    "--layer-outputs",
+    is_flag=True,
+    help="Also give each layer's attention output, for `compare --layers` on the engine itself; "
+    "not for serving.",
+)
+@click.option(
     "--tokenizer",
     type=click.Path(path_type=Path),
     help="Folder with tokenizer.json [default: beside MODEL].",
@@ -168,6 +174,7 @@ def page_plan_table(plan: PagePlan) -> Table:
         ("bytes, page table", f"{plan.page_table_bytes:,}"),
         ("bytes, weights", f"{plan.weight_bytes:,}"),
         ("bytes, attention workspace bound", f"{plan.workspace_bytes:,}"),
+        *([("bytes, layer outputs", f"{plan.layer_output_bytes:,}")] if spec.layer_outputs else []),
         ("bytes, sum", f"{plan.total_bytes:,}"),
     ]
     for row in rows:

@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,8 @@ from paged_trt.scripts.files import require_writable
 
 _TEMPLATE: Final = "compare_report.html"
 _DOTS_PER_INCH: Final = 110
+_MOST_NAMES: Final = 50
+_LEGEND: Final = {"loc": "outside lower center", "ncols": 3, "fontsize": "small", "frameon": False}
 _LARGEST_RATIO: Final = 1e3
 """Where the axis of errors ends."""
 
@@ -84,13 +86,22 @@ def report_json(reports: Sequence[ComparisonReport]) -> str:
 def histogram_png(reports: Sequence[ComparisonReport]) -> bytes:
     """Histogram of all logit differences, and errors by layer where they were compared."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    layers = [(each.same_model, _label(each)) for each in reports if each.same_model is not None]
-    figure = Figure(figsize=(9, 6 if layers else 3.2), dpi=_DOTS_PER_INCH, layout="constrained")
+    layers = {
+        f"C{index}": report.same_model
+        for index, report in enumerate(reports)
+        if report.same_model is not None
+    }
+    layout = ConstrainedLayoutEngine(h_pad=0.08, hspace=0.06)
+    size = (9, 6.6 if layers else 3.6)
+    figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout=layout)
     axes = figure.subplots(2 if layers else 1, 1, squeeze=False)[:, 0]
     _draw_histogram(axes[0], reports)
     if layers:
-        _draw_layers(axes[1], *zip(*layers, strict=True))
+        _draw_layers(axes[1], layers)
+    # Outside: inside, it would hide what is drawn.
+    figure.legend(*axes[0].get_legend_handles_labels(), **_LEGEND)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -104,6 +115,17 @@ def report_html(reports: Sequence[ComparisonReport], picture: bytes) -> str:
         picture: PNG of `histogram_png`.
     """
     import jinja2
+    import markupsafe
+
+    def code(text: str) -> str:
+        """Text with what stands between backticks as code; everything in it is escaped."""
+        parts = [str(markupsafe.escape(part)) for part in text.split("`")]
+        # Without its partner a backtick is one.
+        if len(parts) % 2 == 0:
+            parts[-2:] = ["`".join(parts[-2:])]
+        return markupsafe.Markup(  # noqa: S704 - every part is escaped
+            "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+        )
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -112,6 +134,7 @@ def report_html(reports: Sequence[ComparisonReport], picture: bytes) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["code"] = code
     return environment.get_template(_TEMPLATE).render(
         reports=reports,
         passed=all(report.passed for report in reports),
@@ -124,8 +147,9 @@ def report_html(reports: Sequence[ComparisonReport], picture: bytes) -> str:
 def _draw_histogram(axes: Any, reports: Sequence[ComparisonReport]) -> None:
     step = HISTOGRAM_EDGES[1] / HISTOGRAM_EDGES[0]
     edges = [HISTOGRAM_EDGES[0] / step, *HISTOGRAM_EDGES, HISTOGRAM_EDGES[-1] * step]
-    for report in reports:
-        axes.stairs(report.histogram(), edges, label=_label(report), linewidth=1.5)
+    for index, report in enumerate(reports):
+        style = {"color": f"C{index}", "linewidth": 1.5}
+        axes.stairs(report.histogram(), edges, label=_label(report), **style)
     axes.axvline(1, color="tab:red", linestyle="--", linewidth=1, label="tolerance")
     axes.set(
         xscale="log",
@@ -135,22 +159,31 @@ def _draw_histogram(axes: Any, reports: Sequence[ComparisonReport]) -> None:
     )
     axes.set_yscale("symlog")
     axes.set_ylim(bottom=0, top=4 * max(max(report.histogram()) for report in reports))
-    axes.legend(fontsize="small", loc="upper right")
 
 
-def _draw_layers(axes: Any, reports: Sequence[SameModelReport], labels: Sequence[str]) -> None:
-    for report, label in zip(reports, labels, strict=True):
-        names = [each.name for each in report.tensors]
+def _draw_layers(axes: Any, reports: Mapping[str, SameModelReport]) -> None:
+    """Errors by layer; `reports` by colour, which is that of the same engine's histogram."""
+    # The longest first: one without attention outputs has the other names in the same order.
+    longest = sorted(reports.values(), key=lambda report: -len(report.tensors))
+    names = list(dict.fromkeys(each.name for report in longest for each in report.tensors))
+    for index, (colour, report) in enumerate(reports.items()):
         parts = [min(each.ratio, _LARGEST_RATIO) for each in report.tensors]
-        axes.plot(names, parts, marker="o", label=label)
-    axes.axhline(1, color="tab:red", linestyle="--", linewidth=1, label="limit")
+        places = [names.index(each.name) for each in report.tensors]
+        # The later ones are smaller: engines that agree are drawn on top of each other.
+        size = max(2, 7 - 2 * index)
+        style = {"color": colour, "marker": "o", "markersize": size, "linewidth": 1}
+        axes.plot(places, parts, clip_on=False, **style)
+    axes.axhline(1, color="tab:red", linestyle="--", linewidth=1)
+    # A name for each is readable up to so many; logits are the last.
+    every = -(-len(names) // _MOST_NAMES)
+    shown = [*range(0, len(names) - every, every), len(names) - 1]
+    axes.set_xticks(shown, [names[index] for index in shown])
     axes.set(
         ylabel="error / limit", title="Engine against the same model on the reference executor"
     )
     axes.set_yscale("symlog", linthresh=1e-3)
     axes.set_ylim(bottom=0, top=2 * _LARGEST_RATIO)
     axes.tick_params(axis="x", labelrotation=90, labelsize="small")
-    axes.legend(fontsize="small", loc="upper left")
 
 
 def _label(report: ComparisonReport) -> str:

@@ -99,6 +99,13 @@ def probe_kernels() -> Probe:
     }
 
 
+def probe_tuning(device: str) -> Probe:
+    """What plans that are measured now hold for."""
+    from paged_trt.plugins.launch.tuning_target import tuning_target
+
+    return dataclasses.asdict(tuning_target(int(device)))
+
+
 def probe_onnxruntime() -> Probe:
     """A model of one node, run as the reference executor runs one."""
     import onnx
@@ -141,6 +148,7 @@ PROBES: Final[dict[str, Callable[..., Probe]]] = {
     "tensorrt": probe_tensorrt,
     "kernels": probe_kernels,
     "onnxruntime": probe_onnxruntime,
+    "tuning": probe_tuning,
     "plan": probe_plan,
     "engine": probe_engine,
 }

@@ -25,6 +25,7 @@ from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.session import Session
+from paged_trt.scripts.timed import TimedExecutor
 
 WARM_UP_STEPS: Final = 3
 REPLAYS: Final = 50
@@ -89,41 +90,6 @@ class KernelTimes:
     plans: tuple[str, ...]
 
 
-class TimedExecutor:
-    """An executor that notes the microseconds of each step.
-
-    Attributes:
-        prefill: of steps with T > N.
-        decode: of steps with T = N.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.prefill: list[float] = []
-        self.decode: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._executor, name)
-        # Every way to run a step is one.
-        return self._timed(found) if name.startswith("step_") else found
-
-    def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
-        """Run the step."""
-        logits: npt.NDArray[Any] = self._timed(self._executor.step)(inputs)
-        return logits
-
-    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(inputs: StepInputs, *rest: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            result = step(inputs, *rest, **options)
-            took = MICROSECONDS * (time.perf_counter() - begin)
-            is_decode = len(inputs.input_ids) == len(inputs.past_lens)
-            (self.decode if is_decode else self.prefill).append(took)
-            return result
-
-        return run
-
-
 def time_steps(
     engine_dir: Path, executor: str, cell: Cell, num_steps: int, *, device: int
 ) -> StepTimes:
@@ -142,16 +108,18 @@ def time_steps(
     with Session(timed, reuses_prefixes=False) as session:
         for _ in range(2):
             # The first round compiles and captures; its prefill does not count.
-            timed.prefill.clear()
+            timed.prefill_seconds.clear()
             ids = fill(session, cell, num_steps + WARM_UP_STEPS)
-            prefills.append(sum(timed.prefill))
+            prefills.append(MICROSECONDS * sum(timed.prefill_seconds))
             session_times = _decode(session, timed, num_steps)
             for sequence_id in ids:
                 session.release(sequence_id)
         notes = timed.notes
     return StepTimes(
         prefill=Times(values=(prefills[-1],)),
-        decode=Times(values=tuple(timed.decode[-num_steps:])),
+        decode=Times(
+            values=tuple(MICROSECONDS * seconds for seconds in timed.decode_seconds[-num_steps:])
+        ),
         session=Times(values=tuple(session_times)),
         notes=notes,
     )
@@ -191,9 +159,9 @@ def _decode(session: Session, timed: TimedExecutor, num_steps: int) -> list[floa
     for number in range(WARM_UP_STEPS + num_steps):
         begin = time.perf_counter()
         session.step()
-        took = MICROSECONDS * (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         if number >= WARM_UP_STEPS:
-            outside.append(took - timed.decode[-1])
+            outside.append(MICROSECONDS * (seconds - timed.decode_seconds[-1]))
     return outside
 
 

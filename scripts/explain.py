@@ -47,7 +47,8 @@ def show(report: ModelReport, console: Console) -> None:
         console.print(_nodes(report.nodes))
     problems = [node.problem for node in report.nodes if node.problem is not None]
     if report.problem is not None and report.problem not in problems:
-        problems.append(report.problem)
+        # The model itself is in the way: what its nodes say may only follow from that.
+        problems = [report.problem]
     for problem in _distinct(problems):
         console.print(plain(f"`{problem.where}`: {problem.reason}"), soft_wrap=True)
         console.print(plain(f"  do this: {problem.remedy}"), soft_wrap=True)

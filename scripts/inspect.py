@@ -20,18 +20,22 @@ from paged_trt.scripts.doctor_probes import run_probe
 from paged_trt.scripts.error_output import json_option, plain
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.inspect_plans import (
-    Device,
     StepPlan,
     byte_counts,
     device_of,
+    folded_names,
+    folded_tensors,
     information_table,
+    layer_kinds,
     page_plan_table,
     plans_json,
     plans_table,
     profiles_table,
+    ranges,
     require_same_engine,
     step_plans,
 )
+from paged_trt.scripts.inspect_tuned import TunedSource, tuned_source
 from paged_trt.scripts.pool_picture import write_picture
 
 
@@ -48,14 +52,26 @@ from paged_trt.scripts.pool_picture import write_picture
     type=click.Path(path_type=Path),
     help="Draw the session's page table and pool occupancy to this PNG file.",
 )
+@click.option(
+    "--tuned",
+    type=click.Path(path_type=Path),
+    help="Plans that `paged-trt tune` wrote to this file, on another machine perhaps: decode plans "
+    "are those of its device.",
+)
 @json_option
 def command(
-    engine_dir: Path, device: int, session: Path | None, picture: Path | None, as_json: bool
+    engine_dir: Path,
+    device: int,
+    session: Path | None,
+    picture: Path | None,
+    tuned: Path | None,
+    as_json: bool,
 ) -> None:
     """Check ENGINE_DIR and show its geometry, tensors, plans and the hops of the page count.
 
-    No GPU is needed; with one, decode plans are those of the device, and what TensorRT itself
-    says of the engine is shown, too.
+    No GPU is needed; with one, decode plans are those of the device, tuned ones included, and
+    what TensorRT itself says of the engine is shown, too. Layers and tensors that differ in
+    nothing but their number share a line; --json names each.
 
     \b
     Example:
@@ -71,7 +87,7 @@ def command(
         )
     manifest = read_manifest(engine_dir)
     check_files(engine_dir, manifest)
-    found = _look(engine_dir, manifest, device, session)
+    found = _look(engine_dir, manifest, device, session, tuned)
     if picture is not None and found.session is not None:
         write_picture(found.session, picture)
     if as_json:
@@ -87,7 +103,7 @@ class Inspection:
     Attributes:
         manifest: what it says of itself.
         hops: the page count at every hop.
-        device: the GPU that plans are for; None where there is none.
+        tuned: the GPU that plans are for, and what was measured on it.
         plans: attention plans of decode steps.
         information: what TensorRT says of the engine; None where it was not asked.
         note: why it was not asked.
@@ -96,7 +112,7 @@ class Inspection:
 
     manifest: EngineManifest
     hops: tuple[Hop, ...]
-    device: Device | None
+    tuned: TunedSource
     plans: list[StepPlan]
     information: dict[str, Any] | None
     note: str
@@ -104,12 +120,17 @@ class Inspection:
 
 
 def _look(
-    engine_dir: Path, manifest: EngineManifest, number: int, session: Path | None
+    engine_dir: Path,
+    manifest: EngineManifest,
+    number: int,
+    session: Path | None,
+    tuned: Path | None,
 ) -> Inspection:
     hops = check_hops(engine_dir, manifest)
     record = None if session is None else read_record(session)
     if record is not None and session is not None:
         require_same_engine(manifest, record.geometry_sha256, session)
+    named = None if tuned is None else tuned_source(manifest, None, number, tuned)
     probe = run_probe("device")
     device = device_of(probe, number)
     reason = probe.get("error", {}).get("message", f"there is no CUDA device {number}")
@@ -119,11 +140,12 @@ def _look(
         answer = run_probe("engine", str(engine_dir), str(number))
         information = None if "error" in answer else answer
         note = answer.get("error", {}).get("message", "")
+    source = named or tuned_source(manifest, device, number, None)
     return Inspection(
         manifest=manifest,
         hops=hops,
-        device=device,
-        plans=step_plans(manifest, device),
+        tuned=source,
+        plans=step_plans(manifest, source.device, source.plans),
         information=information,
         note=note,
         session=record,
@@ -139,7 +161,8 @@ def report(found: Inspection) -> dict[str, Any]:
     ]
     data["pool_bytes"] = manifest.spec.pool_bytes()
     data["bytes"] = byte_counts(manifest)
-    data["device"] = None if found.device is None else dataclasses.asdict(found.device)
+    data["device"] = None if found.tuned.device is None else dataclasses.asdict(found.tuned.device)
+    data["tuned_plans"] = found.tuned.to_json()
     data["decode_plans"] = plans_json(found.plans)
     data["tensorrt_engine"] = found.information
     data["session"] = None if found.session is None else found.session.model_dump(mode="json")
@@ -154,7 +177,7 @@ def show(found: Inspection, console: Console) -> None:
         _layers(manifest),
         _tensors(manifest),
         profiles_table(manifest),
-        plans_table(found.plans, found.device),
+        plans_table(found.plans, found.tuned.device),
         page_plan_table(manifest),
         _hops(found.hops),
     ]
@@ -164,8 +187,8 @@ def show(found: Inspection, console: Console) -> None:
         tables.append(_session(found.session))
     for table in tables:
         console.print(table)
-    if found.note:
-        console.print(plain(f"note: {found.note}"), soft_wrap=True)
+    for note in filter(None, (found.tuned.note, found.note)):
+        console.print(plain(f"note: {note}"), soft_wrap=True)
 
 
 def _session(record: SessionRecord) -> Table:
@@ -198,6 +221,7 @@ def _summary(manifest: EngineManifest) -> Table:
         ("activations, KV cache", f"{spec.activation_dtype.value}, {spec.kv_cache_dtype.value}"),
         ("logits", f"{spec.logits_mode.value} token rows, {spec.logits_dtype.value}"),
         ("next tokens", f"chosen by the {'engine' if spec.greedy_in_engine else 'runtime'}"),
+        ("layer outputs", "attention of each layer" if spec.layer_outputs else "none"),
         ("TensorRT", f"{build.flavor} {build.tensorrt_version}, route {build.route}"),
         ("compute capabilities", ", ".join(build.compute_capabilities)),
         ("source", f"{manifest.source.name} ({manifest.source.dialect})"),
@@ -211,15 +235,8 @@ def _layers(manifest: EngineManifest) -> Table:
     table = Table(title="Attention layers", title_justify="left")
     for name in ("layers", *ATTENTION_COLUMNS):
         table.add_column(name)
-    groups: list[tuple[int, int]] = []
-    layers = manifest.spec.layers
-    for index, layer in enumerate(layers):
-        if groups and layers[groups[-1][0]] == layer:
-            groups[-1] = (groups[-1][0], index)
-        else:
-            groups.append((index, index))
-    for first, last in groups:
-        table.add_row(f"{first}..{last}", *attention_cells(layers[first]))
+    for layer, numbers in layer_kinds(manifest.spec).items():
+        table.add_row(ranges(numbers), *attention_cells(layer))
     return table
 
 
@@ -227,13 +244,15 @@ def _tensors(manifest: EngineManifest) -> Table:
     table = Table(title="Tensors", title_justify="left")
     for name in ("name", "role", "type", "dims", "alias of"):
         table.add_column(name)
-    for tensor in manifest.tensors:
+    for group in folded_tensors(manifest.tensors):
+        first = group[0]
+        aliases = [tensor.alias_of for tensor in group if tensor.alias_of]
         table.add_row(
-            plain(tensor.name),
-            tensor.role.value,
-            tensor.dtype.value,
-            plain(" x ".join(map(str, tensor.dims))),
-            plain(tensor.alias_of or ""),
+            plain(folded_names([tensor.name for tensor in group])),
+            first.role.value,
+            first.dtype.value,
+            plain(" x ".join(map(str, first.dims))),
+            plain(folded_names(aliases) if aliases else ""),
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +14,12 @@ from paged_trt.builder.pipeline import workspace_bounds
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import SpecMismatchError
-from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.launch.planner import PolicyPlanner
-from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.plans import AUTO, PlanSource, parse_attention_plan
+from paged_trt.plugins.launch.tuned import NO_TUNED_PLANS, TunedPlans
+from paged_trt.plugins.launch.tuner import engine_requests
 from paged_trt.plugins.manifest import EngineManifest
-from paged_trt.plugins.operands import StepShape
-from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.plugins.tensors import EngineSpec, TensorSpec
 from paged_trt.scripts.error_output import plain
 
 PROFILE_NAMES: Final = ("context (prefill)", "generation (decode)")
@@ -53,45 +53,48 @@ class StepPlan:
     source: str
     reason: str
 
+    def text_key(self) -> tuple[str, str, str]:
+        """Equal where two steps are one line: a measured plan says a time of its own."""
+        is_tuned = self.source == PlanSource.TUNED.value
+        return self.plan, self.source, self.reason if is_tuned else ""
 
-def step_plans(manifest: EngineManifest, device: Device | None) -> list[StepPlan]:
-    """What the planner chooses for every (N, M) bucket of decode steps where nothing was tuned.
+
+def step_plans(
+    manifest: EngineManifest, device: Device | None, tuned: TunedPlans = NO_TUNED_PLANS
+) -> list[StepPlan]:
+    """What the planner chooses for every (N, M) bucket of decode steps.
 
     Args:
         manifest: of the engine.
         device: None takes what the planner takes where the device is not known.
+        tuned: plans that were measured on the device.
     """
     spec = manifest.spec
-    planner = PolicyPlanner(explicit=parse_attention_plan(manifest.build.attention_plan or AUTO))
+    explicit = parse_attention_plan(manifest.build.attention_plan or AUTO)
+    planner = PolicyPlanner(explicit=explicit, tuned=tuned)
+    numbers = layer_kinds(spec)
     plans = []
-    for layer, numbers in _kinds(spec).items():
-        buckets = itertools.product(
-            power_of_two_buckets(spec.pool.max_batch_size), table_width_buckets(spec.pool)
+    for request in engine_requests(
+        spec,
+        arch=device.arch if device else None,
+        num_multiprocessors=device.multiprocessors if device else None,
+    ):
+        planned = planner.plan(request)
+        plans.append(
+            StepPlan(
+                layers=numbers[request.attention],
+                num_seqs=request.step.num_seqs,
+                table_width=request.step.table_width,
+                plan=str(planned.plan),
+                source=planned.source.value,
+                reason=planned.reason,
+            )
         )
-        for num_seqs, width in buckets:
-            request = AttentionPlanRequest(
-                arch=device.arch if device else None,
-                attention=layer,
-                activation_dtype=spec.activation_dtype,
-                kv_cache_dtype=spec.kv_cache_dtype,
-                step=StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=width),
-                num_multiprocessors=device.multiprocessors if device else None,
-            )
-            planned = planner.plan(request)
-            plans.append(
-                StepPlan(
-                    layers=numbers,
-                    num_seqs=num_seqs,
-                    table_width=width,
-                    plan=str(planned.plan),
-                    source=planned.source.value,
-                    reason=planned.reason,
-                )
-            )
     return plans
 
 
-def _kinds(spec: EngineSpec) -> dict[AttentionSpec, tuple[int, ...]]:
+def layer_kinds(spec: EngineSpec) -> dict[AttentionSpec, tuple[int, ...]]:
+    """Numbers of the layers of each kind."""
     kinds: dict[AttentionSpec, tuple[int, ...]] = {}
     for number, layer in enumerate(spec.layers):
         kinds[layer] = (*kinds.get(layer, ()), number)
@@ -99,20 +102,38 @@ def _kinds(spec: EngineSpec) -> dict[AttentionSpec, tuple[int, ...]]:
 
 
 def plans_table(plans: list[StepPlan], device: Device | None) -> Table:
-    """One line per run of table widths with one plan."""
+    """One line per run of steps with one plan; its reason is that of the run's largest step."""
     where = (
         f"{device.arch}, {device.multiprocessors} multiprocessors"
         if device
         else "no GPU here: as for a device that the planner does not know"
     )
     table = Table(title=f"Plugin layers and their decode plans ({where})", title_justify="left")
-    for name in ("layers", "sequences N", "table width M", "plan", "chosen by"):
+    for name in ("layers", "sequences N", "table width M", "plan", "source", "why"):
         table.add_column(name)
-    key = lambda each: (each.layers, each.num_seqs, each.plan, each.reason)  # noqa: E731
-    for (layers, num_seqs, plan, reason), run in itertools.groupby(plans, key):
-        widths = [each.table_width for each in run]
-        table.add_row(ranges(layers), str(num_seqs), _span(widths), plan, reason)
+    # Each N as runs of M, then the N with equal runs as one.
+    steps = [
+        (key, _runs(list(group)))
+        for key, group in itertools.groupby(plans, lambda each: (each.layers, each.num_seqs))
+    ]
+    for (layers, runs), same in itertools.groupby(
+        steps, lambda step: (step[0][0], [(span, plan.text_key()) for span, plan in step[1]])
+    ):
+        group = list(same)
+        seqs = _span([num_seqs for (_, num_seqs), _ in group])
+        for (span, _), (_, largest) in zip(runs, group[-1][1], strict=True):
+            cells = (largest.plan, largest.source, largest.reason)
+            table.add_row(ranges(layers), seqs, span, *map(plain, cells))
     return table
+
+
+def _runs(plans: list[StepPlan]) -> list[tuple[str, StepPlan]]:
+    """Widths with one plan, and the largest of these steps."""
+    runs = []
+    for _, run in itertools.groupby(plans, StepPlan.text_key):
+        group = list(run)
+        runs.append((_span([each.table_width for each in group]), group[-1]))
+    return runs
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -122,6 +143,26 @@ def ranges(numbers: tuple[int, ...]) -> str:
         group = [number for _, number in run]
         parts.append(str(group[0]) if len(group) == 1 else f"{group[0]}..{group[-1]}")
     return ", ".join(parts)
+
+
+def folded_names(names: Sequence[str]) -> str:
+    """`key_pool.{0..29}` of the names of the layers' tensors; one name stays as it is."""
+    if len(names) == 1:
+        return names[0]
+    kind = names[0].rpartition(".")[0]
+    return f"{kind}.{{{ranges(tuple(int(name.rpartition('.')[2]) for name in names))}}}"
+
+
+def folded_tensors(tensors: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """Tensors that differ in nothing but the number of their layer, together; in order."""
+    groups: dict[Any, list[TensorSpec]] = {}
+    for tensor in tensors:
+        kind, dot, layer = tensor.name.rpartition(".")
+        is_layer = bool(dot) and layer.isdecimal()
+        alias = (tensor.alias_of or "").rpartition(".")[0]
+        key = (kind, tensor.role, tensor.dtype, tensor.dims, alias) if is_layer else tensor.name
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
 
 
 def _span(values: list[int]) -> str:
@@ -162,6 +203,7 @@ def byte_counts(manifest: EngineManifest) -> dict[str, int]:
         "KV cache of one token": sum(layer.kv_elements for layer in spec.layers) * itemsize,
         "page table": spec.pool.table_entries() * DType.INT32.itemsize,
         "attention workspace bound": max(workspace_bounds(spec, explicit)),
+        **({"layer outputs": spec.layer_output_bytes()} if spec.layer_outputs else {}),
         **{f"file {name}": record.size for name, record in sorted(manifest.files.items())},
     }
 

@@ -132,9 +132,47 @@ def serve_table(files: list[tuple[str, Results]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def engine_table(files: list[tuple[str, Results]]) -> str:
+    """Step times of whole engines, and what our kernels take of a replayed step."""
+    # Single products that TensorRT computed have this kind too; the text names their file.
+    files = [(name, each) for name, each in files if all("decode_us" in row for row in each.rows)]
+    if not files:
+        return ""
+    lines = [
+        "| model | ran on | TensorRT | batch x keys | prefill, ms | decode step, ms: median "
+        "(min to max) | replayed, ms | ours, of a replayed step | ours in the step / alone "
+        "| onnxruntime on its CPU, decode step, ms | file |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, results in files:
+        for row in results.rows:
+            decode = [f"{row['decode_us' + suffix] / 1e3:.2f}" for suffix in ("", "_min", "_max")]
+            on_gpu = row["ours_share"] is not None
+            ours = (
+                f"{row['replay_us'] / 1e3:.2f} | {row['ours_share']:.0%} "
+                f"| {row['ours_in_step_to_alone']:.2f}"
+                if on_gpu
+                else "- | none of our kernels ran | -"
+            )
+            peer = row.get("peers_us", {}).get("onnxruntime_paged")
+            lines.append(
+                f"| {row['model']}, {row['layers']} layers | {row['executor']} executor, "
+                f"GPU {results.gpu} | {results.tensorrt}, route {row['route']} "
+                f"| {row['batch']} x {row['kv_len']} | {row['prefill_us'] / 1e3:.2f} "
+                f"| {decode[0]} ({decode[1]} to {decode[2]}) | {ours} "
+                f"| {'-' if peer is None else format(peer['decode_us'] / 1e3, '.2f')} "
+                f"| [`{name}`](tests/bench/results/{name}) |"
+            )
+    # Cells share their notes.
+    rows = [(name, row) for name, results in files for row in results.rows]
+    notes = dict.fromkeys(f"- {name}: {note}" for name, row in rows for note in row["notes"])
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
 KERNEL_KINDS = ("decode", "prefill", "append")
 TABLES: dict[str, Callable[[list[tuple[str, Results]]], str]] = {
     "e2e": e2e_table,
+    "engine": engine_table,
     "gpu-matrix": gpu_matrix_table,
     "rewrite": rewrite_table,
     "serve": serve_table,

@@ -46,7 +46,10 @@ class Results(pydantic.BaseModel):
         "host",
         "e2e",
         "gpu-matrix",
+        "gpu-tests",
+        "polygraphy",
         "rewrite",
+        "run",
         "sanitizer",
     ]
     commit: str

@@ -1,4 +1,4 @@
-"""An executor whose decode steps are timed."""
+"""An executor whose steps are timed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ _Result = TypeVar("_Result")
 
 
 class TimedExecutor:
-    """Notes how long each step of T == N took.
+    """Notes how long each step took.
 
     Args:
         executor: does all else.
+        notes_waits: also note `wait_seconds`; asking for them takes microseconds outside the step.
 
     Attributes:
-        decode_seconds: of each decode step.
+        prefill_seconds: of each step with T > N.
+        decode_seconds: of each step with T = N.
         wait_seconds: the part of each decode step that waited for the device; 0 where the
             executor does not tell.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, notes_waits: bool = False) -> None:
         self._executor = executor
+        self._notes_waits = notes_waits
+        self.prefill_seconds: list[float] = []
         self.decode_seconds: list[float] = []
         self.wait_seconds: list[float] = []
 
@@ -57,8 +61,10 @@ class TimedExecutor:
         if len(inputs.input_ids) == len(inputs.past_lens):
             self.decode_seconds.append(seconds)
             self.wait_seconds.append(self._waited() - waited)
+        else:
+            self.prefill_seconds.append(seconds)
         return result
 
     def _waited(self) -> float:
-        read = getattr(self._executor, "stats", None)
+        read = getattr(self._executor, "stats", None) if self._notes_waits else None
         return float(read().wait_seconds) if read is not None else 0.0

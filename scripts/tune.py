@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from paged_trt.plugins.attention import FULL_WINDOW, AttentionSpec
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, UnsupportedError
+from paged_trt.plugins.errors import ConfigError, ExecutionError, PagedTrtError, UnsupportedError
 from paged_trt.plugins.files import write_text
 from paged_trt.plugins.kv import pages_for_tokens
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import AUTO, parse_attention_plan
 from paged_trt.plugins.launch.precompile import start_compiling
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.tuned import require_tuned_place, write_tuned
+from paged_trt.plugins.launch.tuned_file import require_tuned_place, write_tuned
 from paged_trt.plugins.launch.tuner import TimePlan, Tuning, engine_requests, tune_request
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.plugins.operands import StepShape
 from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.files import require_writable
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TuneRun:
-    """What one run of the tuner gave.
-
-    Attributes:
-        tunings: one per request that was timed.
-        skipped: reason of each request that was not.
-    """
-
-    tunings: list[Tuning]
-    skipped: list[tuple[AttentionPlanRequest, str]]
+from paged_trt.scripts.tune_report import (
+    TuneRun,
+    plans_table,
+    problem_lines,
+    to_json,
+    tunings_table,
+)
 
 
 def _numbers(
@@ -117,54 +109,108 @@ def command(
     requests = _requests(engine_dir, shapes)
     console = Console()
     if dry_run:
-        console.print(_plans_table(requests))
+        console.print(plans_table(requests))
         return
+    run, path = _tune(requests, device, limit_s)
+    _finish(run, path, json_file, console)
+
+
+def _tune(
+    requests: Sequence[AttentionPlanRequest], device: int, limit_s: float | None
+) -> tuple[TuneRun, Path]:
+    """Time every request on a device; also gives the file that keeps the plans."""
     # Everything that needs a GPU, and its packages.
     from paged_trt.scripts.tune_device import keys_of, on_device, timing_source
 
     target = tuning_target(device)
-    require_tuned_place(target)
+    path = require_tuned_place(target)
     requests = [on_device(request, target) for request in requests]
     start_compiling(
         key for request in requests for plan in candidates(request)
         for key in keys_of(request, plan)
     ).result()  # fmt: skip
-    with timing_source(device, requests) as time_plan:
-        run = tune_all(requests, time_plan, limit_s=limit_s)
-    if not run.tunings:
-        raise UnsupportedError(f"no step was timed: {run.skipped[0][1]}")
-    path = write_tuned([tuning.record() for tuning in run.tunings], target)
-    console.print(tunings_table(run.tunings))
-    for request, reason in run.skipped:
-        console.print(plain(f"not timed: {describe(request)}: {reason}"), soft_wrap=True)
-    click.echo(f"{path}: {len(run.tunings)} plans, used from the next load of an engine on")
+    run = TuneRun()
+    try:
+        with timing_source(device, requests) as timer:
+            tune_all(
+                requests,
+                timer,
+                run=run,
+                keep=lambda tuning: write_tuned([tuning.record()], target),
+                is_usable=timer.is_usable,
+                limit_s=limit_s,
+            )
+    except BaseException as error:
+        # A device that stopped working cannot be given back either; the run has the reason.
+        if not (isinstance(error, ExecutionError) and run.failed):
+            if run.tunings:
+                click.echo(f"{path}: {len(run.tunings)} plans were timed and are kept", err=True)
+            raise
+    return run, path
+
+
+def _finish(run: TuneRun, path: Path, json_file: Path | None, console: Console) -> None:
+    """Show what a run gave, write the times, and raise where a step or a plan failed."""
     if json_file is not None:
         write_text(json_file, json.dumps(to_json(run), indent=1) + "\n")
+    if run.tunings:
+        console.print(tunings_table(run.tunings))
+    for line in problem_lines(run):
+        console.print(plain(line), soft_wrap=True)
+    if run.tunings:
+        click.echo(f"{path}: {len(run.tunings)} plans, used from the next load of an engine on")
+    error = run.error()
+    if error is not None:
+        raise error
+    if not run.tunings:
+        raise UnsupportedError(f"no step was timed: {run.skipped[0][1]}")
 
 
 def tune_all(
-    requests: Sequence[AttentionPlanRequest], time_plan: TimePlan, *, limit_s: float | None = None
-) -> TuneRun:
-    """Time the candidates of every request that has more than one.
+    requests: Sequence[AttentionPlanRequest],
+    time_plan: TimePlan,
+    *,
+    run: TuneRun,
+    keep: Callable[[Tuning], object],
+    is_usable: Callable[[], bool],
+    limit_s: float | None = None,
+) -> None:
+    """Time the candidates of every request; a step that fails does not end the others.
 
     Args:
         requests: in the order to time them.
         time_plan: gives the times.
+        run: where results go, so that they are there whatever ends the run.
+        keep: takes each result at once, so that it outlives the process.
+        is_usable: whether the device still works; asked after a failure.
         limit_s: seconds after which no further request is begun; None has no end.
     """
     begin = time.monotonic()
-    tunings: list[Tuning] = []
-    skipped: list[tuple[AttentionPlanRequest, str]] = []
+    stop = ""
     for request in requests:
         if limit_s is not None and time.monotonic() - begin > limit_s:
-            skipped.append((request, f"the limit of {limit_s:g} s"))
+            stop = stop or f"the limit of {limit_s:g} s"
+        if stop:
+            run.skipped.append((request, stop))
             continue
         try:
-            tunings.append(tune_request(request, time_plan))
+            tuning = tune_request(request, time_plan)
+            failures = list(tuning.failures.values())
         except (ConfigError, UnsupportedError) as error:
             # Too large for this device, or no kernel: other steps may fit.
-            skipped.append((request, str(error)))
-    return TuneRun(tunings=tunings, skipped=skipped)
+            run.skipped.append((request, str(error)))
+            continue
+        except PagedTrtError as error:
+            tuning, failures = None, [error]
+        lost = bool(failures) and not is_usable()
+        if lost:
+            stop = "the device stopped working at the step that failed"
+        if tuning is None or lost:
+            # Plans behind the loss were not timed: which one is the fastest is not known.
+            run.failed.append((request, failures[0]))
+            continue
+        keep(tuning)
+        run.tunings.append(tuning)
 
 
 def _requests(engine_dir: Path | None, shapes: dict[str, Any]) -> list[AttentionPlanRequest]:
@@ -211,71 +257,3 @@ def _given_requests(shapes: dict[str, Any]) -> list[AttentionPlanRequest]:
         for batch in shapes["batch"]
         for tokens in shapes["tokens"]
     ]
-
-
-def describe(request: AttentionPlanRequest) -> str:
-    """A request in one line."""
-    attention, step = request.attention, request.step
-    window = "" if attention.window == FULL_WINDOW else f", window {attention.window}"
-    tokens = "" if request.is_decode else f"T {step.num_tokens}, "
-    return (
-        f"{attention.num_q_heads}/{attention.num_kv_heads} x {attention.head_dim} "
-        f"{request.kv_cache_dtype.value}{window}, {tokens}N {step.num_seqs}, M {step.table_width}"
-    )
-
-
-def _plans_table(requests: Sequence[AttentionPlanRequest]) -> Table:
-    """What the planner would do, and what a tuner would time."""
-    table = Table(title="Steps and their plans", title_justify="left")
-    for name in ("layer and step", "plan", "why", "candidates"):
-        table.add_column(name)
-    planner = PolicyPlanner(explicit=None)
-    for request in requests:
-        planned = planner.plan(request)
-        others = ", ".join(str(plan) for plan in candidates(request)[1:]) or "none"
-        cells = (
-            describe(request),
-            f"{planned.plan} ({planned.source.value})",
-            planned.reason,
-            others,
-        )
-        table.add_row(*map(plain, cells))
-    return table
-
-
-def tunings_table(tunings: Sequence[Tuning]) -> Table:
-    """Times of the heuristic's plan and of the fastest."""
-    table = Table(title="Attention plans, median microseconds", title_justify="left")
-    table.add_column("layer and step")
-    for name in ("heuristic", "us", "fastest", "us", "speedup", "timed"):
-        table.add_column(name, justify="right" if name in ("us", "speedup") else "left")
-    for tuning in tunings:
-        cells = (
-            describe(tuning.request),
-            tuning.heuristic,
-            f"{tuning.microseconds[tuning.heuristic]:.2f}",
-            tuning.chosen if tuning.chosen != tuning.heuristic else "the same",
-            f"{tuning.microseconds[tuning.chosen]:.2f}",
-            f"{tuning.speedup:.2f}",
-            f"{len(tuning.microseconds)} plans"
-            + (f", {len(tuning.failures)} failed" if tuning.failures else ""),
-        )
-        table.add_row(*map(plain, cells))
-    return table
-
-
-def to_json(run: TuneRun) -> dict[str, Any]:
-    """Everything as JSON types."""
-    return {
-        "tunings": [
-            {
-                **tuning.record().model_dump(mode="json"),
-                "all": {str(plan): value for plan, value in tuning.microseconds.items()},
-                "failures": {str(plan): text for plan, text in tuning.failures.items()},
-            }
-            for tuning in run.tunings
-        ],
-        "skipped": [
-            {"request": describe(request), "reason": reason} for request, reason in run.skipped
-        ],
-    }

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from paged_trt.plugins.device import Device, Stream, kept_device
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.kv import tokens_in_pages
 from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.loaded import KERNELS, DeviceKernels
@@ -19,7 +20,7 @@ from paged_trt.plugins.launch.step_sizes import BYTES_IN_TURN, StepSizes
 from paged_trt.plugins.launch.trial import is_attention, prepare_trial
 from paged_trt.plugins.launch.trial_memory import TrialMemory
 from paged_trt.plugins.launch.tuned import TuningTarget
-from paged_trt.plugins.launch.tuner import TimePlan, query_lengths, step_lengths
+from paged_trt.plugins.launch.tuner import query_lengths, step_lengths
 from paged_trt.plugins.timing import DriverGraphs, measure
 
 FREE_PART: Final = 0.8
@@ -61,6 +62,57 @@ def pool_bytes(requests: Sequence[AttentionPlanRequest], free: int) -> int:
     return min(max(needed), int(free * FREE_PART) // 2)
 
 
+class DeviceTimer:
+    """Times plans of steps on a device; a `TimePlan`.
+
+    Args:
+        memory: of the device, with its pools.
+        kernels: where kernels are loaded.
+        graphs: records and replays.
+        trial_options: for `prepare_trial`.
+    """
+
+    def __init__(
+        self,
+        memory: TrialMemory,
+        kernels: DeviceKernels,
+        graphs: DriverGraphs,
+        trial_options: dict[str, Any],
+    ) -> None:
+        self._memory, self._kernels, self._graphs = memory, kernels, graphs
+        self._trial_options = trial_options
+
+    def __call__(self, request: AttentionPlanRequest, plan: AttentionPlan) -> float:
+        """Median microseconds of a step.
+
+        Raises:
+            PagedTrtError: the step does not fit, has no kernel, or failed.
+        """
+        self._kernels.warm(keys_of(request, plan))
+        try:
+            trial = prepare_trial(
+                self._memory,
+                request,
+                step_sizes(request),
+                planner=PolicyPlanner(explicit=plan),
+                registry=self._kernels,
+                **self._trial_options,
+            )
+            calls = trial.calls(self._memory.stream.handle, only=is_attention)
+            return measure(self._graphs, calls).median
+        finally:
+            self._memory.release()
+
+    def is_usable(self) -> bool:
+        """Whether the device still answers: after some failures every later call fails."""
+        try:
+            self._memory.stream.synchronize()
+            self._memory.device.free_bytes()
+        except ExecutionError:
+            return False
+        return True
+
+
 @contextlib.contextmanager
 def timing_source(
     ordinal: int,
@@ -69,7 +121,7 @@ def timing_source(
     device: Device | None = None,
     kernels: DeviceKernels = KERNELS,
     **trial_options: Any,
-) -> Iterator[TimePlan]:
+) -> Iterator[DeviceTimer]:
     """Times plans on a device.
 
     Args:
@@ -92,21 +144,4 @@ def timing_source(
         size = pool_bytes(requests, device.free_bytes())
         memory = TrialMemory(device, stream, pool_bytes=size)
         stack.callback(memory.close)
-
-        def time_plan(request: AttentionPlanRequest, plan: AttentionPlan) -> float:
-            kernels.warm(keys_of(request, plan))
-            sizes = step_sizes(request)
-            try:
-                trial = prepare_trial(
-                    memory,
-                    request,
-                    sizes,
-                    planner=PolicyPlanner(explicit=plan),
-                    registry=kernels,
-                    **trial_options,
-                )
-                return measure(graphs, trial.calls(stream.handle, only=is_attention)).median
-            finally:
-                memory.release()
-
-        yield time_plan
+        yield DeviceTimer(memory, kernels, graphs, trial_options)

@@ -40,9 +40,24 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _tell_hypothesis()
     # Workers of pytest-xdist report to the controller, which writes.
     if config.getoption("--gpu-matrix") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MatrixWriter(config.getoption("--gpu-matrix")))
+
+
+def _tell_hypothesis() -> None:
+    """The same examples in every run, and no limit of time that a busy machine could miss."""
+    try:
+        import hypothesis
+    except ImportError:
+        # The tests on a GPU need none.
+        return
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "paged-trt", deadline=None, derandomize=True, database=None, suppress_health_check=slow
+    )
+    hypothesis.settings.load_profile("paged-trt")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

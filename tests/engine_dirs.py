@@ -58,6 +58,7 @@ def write_engine_dir(
     kv_scale: float = 1.0,
     chat_template: str | None = None,
     greedy_in_engine: bool = False,
+    layer_outputs: bool = False,
 ) -> Path:
     """Rewrite a dense model into an engine directory whose plan is none.
 
@@ -73,6 +74,7 @@ def write_engine_dir(
         kv_scale: every scale of quantised pools.
         chat_template: with it the directory has this template and the source's tokenizer.
         greedy_in_engine: as in `EngineSpec`.
+        layer_outputs: as in `EngineSpec`.
 
     Returns:
         `target`.
@@ -94,6 +96,7 @@ def write_engine_dir(
         max_num_tokens=max_num_tokens,
         reads_position_ids=facts.reads_position_ids,
         greedy_in_engine=greedy_in_engine,
+        layer_outputs=layer_outputs,
     )
     save_model(rewrite(model, facts=facts, spec=spec), target)
     write_plan(target, spec)

@@ -122,8 +122,14 @@ class FakeContext:
                 past_lens=read["past_lens"],
             )
         )
+        layers = [each for each in self.spec.tensors() if each.role is Role.LAYER_OUTPUT]
+        # The reference keeps them for every engine; this one may have no such outputs.
+        for tensor, array in zip(
+            layers, self.engine.reference.read_layer_outputs(), strict=bool(layers)
+        ):
+            results[tensor.name] = array
         for tensor in self.spec.tensors():
-            if tensor.role is Role.RESULT:
+            if tensor.role in (Role.RESULT, Role.LAYER_OUTPUT):
                 array = results[tensor.name].astype(tensor.dtype.numpy)
                 ctypes.memmove(addresses[tensor.name], array.ctypes.data, array.nbytes)
         for tensor in self.spec.pools():

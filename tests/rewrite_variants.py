@@ -128,11 +128,31 @@ def mask_cut_to_the_keys(model: ir.Model) -> None:
 
 def three_dimensional(model: ir.Model) -> None:
     """Query, key, value and output of Attention as `[batch, tokens, heads * size]`."""
+    _flatten(model, num_kv_heads=2)
+
+
+def three_dimensional_repeated(model: ir.Model) -> None:
+    """The same behind Concat(past, new) and repeated heads."""
+    _flatten(model, num_kv_heads=4)
+
+
+def three_dimensional_concat(model: ir.Model) -> None:
+    """The same behind Concat(past, new) alone."""
+    for node in attention_nodes(model):
+        for index in (1, 2):
+            present = node.inputs[index]
+            while present.producer().op_type != "Concat":
+                present = present.producer().inputs[0]
+            set_input(node, index, present)
+    _flatten(model, num_kv_heads=2)
+
+
+def _flatten(model: ir.Model, *, num_kv_heads: int) -> None:
     flat = constant(model, "variant_flat", np.array([0, 0, -1], np.int64))
     for node in attention_nodes(model):
-        for index, heads in enumerate((4, 2, 2)):
+        for index, heads in enumerate((4, num_kv_heads, num_kv_heads)):
             turned = add(model, "Transpose", [node.inputs[index]], {"perm": [0, 2, 1, 3]})
-            shape = ["batch_size", "sequence_length", heads * 64]
+            shape = ["batch_size", "total" if index else "sequence_length", heads * 64]
             set_input(node, index, add(model, "Reshape", [turned, flat], shape=shape))
         old = node.outputs[0]
         old.shape = None
@@ -142,7 +162,7 @@ def three_dimensional(model: ir.Model) -> None:
         back = add(model, "Transpose", [heads_last], {"perm": [0, 2, 1, 3]})
         for reader, index in readers:
             reader.replace_input_with(index, back)
-    set_attributes(q_num_heads=4, kv_num_heads=2)(model)
+    set_attributes(q_num_heads=4, kv_num_heads=num_kv_heads)(model)
     model.graph.sort()
 
 
@@ -184,6 +204,25 @@ def partial_rotary(model: ir.Model) -> None:
         value = model.graph.initializers[name]
         tensor = ir.tensor(value.const_value.numpy()[:, :16].copy(), name=name)
         value.const_value, value.shape = tensor, tensor.shape
+
+
+def layers_that_differ(model: ir.Model) -> None:
+    """The second layer has 8 heads of 32 on 4 of the cache, and a window; the first has 4 on 2."""
+    node = attention_nodes(model)[1]
+    attributes = {"num_heads": 8, "kv_num_heads": 4, "local_window_size": 9}
+    node.attributes.update({a.name: a for a in ir.convenience.convert_attributes(attributes)})
+    for cache in (*node.inputs[3:5], *node.outputs[1:3]):
+        assert cache is not None
+        cache.shape = ir.Shape(["batch_size", 4, "past_sequence_length", 32])
+    tables = {}
+    for name in ("cos_cache", "sin_cache"):
+        array = model.graph.initializers[name].const_value.numpy()
+        tables[name] = constant(model, f"variant_{name}", array[:, :16].copy())
+    rotating = [value.producer() for value in node.inputs[:2] if value is not None]
+    for each in (node, *rotating):
+        for index, value in enumerate(each.inputs):
+            if value is not None and value.name in tables:
+                set_input(each, index, tables[value.name])
 
 
 def group_query_positions(model: ir.Model) -> None:

@@ -54,6 +54,17 @@ def paged(model: ir.Model) -> None:
     graph.remove(dead, safe=False)
 
 
+def paged_slots(model: ir.Model) -> None:
+    """The same, with the place of each token as an input of the graph."""
+    paged(model)
+    slots = ir.Value(
+        name="slot_mapping", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["num_tokens"])
+    )
+    model.graph.inputs.append(slots)
+    for node in variants.attention_nodes(model):
+        variants.set_input(node, 10, slots)
+
+
 def norm_inputs(model: ir.Model) -> None:
     """Head norms as inputs of GroupQueryAttention, which onnxruntime's CPU kernel refuses."""
     for node in variants.attention_nodes(model):

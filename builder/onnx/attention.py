@@ -78,11 +78,11 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         OnnxRewriteError: the node says something that PagedAttention cannot do.
     """
     SCHEMA.check(node)
-    query, key, value = (_required(node, index) for index in range(3))
-    cache = _find_cache(node, key, value, probe)
+    cache = _find_cache(node, probe)
     window, limits = _window(node, probe, knows_past=cache.knows_past)
     caches = cache.caches
     head_dim = require_static_dim(caches[0], 3, node=node)
+    query = _required(node, 0)
     layout, num_q_heads = _layout(node, query, probe, head_dim=head_dim)
     attention = AttentionSpec(
         num_q_heads=num_q_heads,
@@ -93,11 +93,13 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         softcap=float(attribute(node, "softcap", 0.0)),
         window=window,
     )
-    _check_kv_heads(node, attention, layout)
+    if layout is Layout.FLAT:
+        _check_kv_heads(node, attention, is_own_cache=cache.kv_layout is None)
     found = LayerMatch(
         node=node,
         attention=attention,
         layout=layout,
+        kv_layout=cache.kv_layout,
         query=query,
         key=cache.key,
         value=cache.value,
@@ -110,18 +112,22 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
 
 @dataclass(frozen=True, kw_only=True)
 class _Cache:
-    """New keys and values, the caches that they join, and whether the node knows the past."""
+    """New keys and values, the caches that they join, and whether the node knows the past.
+
+    `kv_layout` is that of what joins a cache outside the node; None is that of the query.
+    """
 
     key: ir.Value
     value: ir.Value
     caches: tuple[ir.Value, ir.Value]
     presents: tuple[ir.Value, ir.Value]
     knows_past: bool = True
+    kv_layout: Layout | None = None
     step_inputs: tuple[ir.Value, ...] = ()
 
 
-def _find_cache(node: ir.Node, key: ir.Value, value: ir.Value, probe: Probe) -> _Cache:
-    length = operand(node, 6)
+def _find_cache(node: ir.Node, probe: Probe) -> _Cache:
+    key, value, length = _required(node, 1), _required(node, 2), operand(node, 6)
     if operand(node, 4) is not None or operand(node, 5) is not None:
         if length is not None:
             raise OnnxRewriteError(
@@ -131,13 +137,16 @@ def _find_cache(node: ir.Node, key: ir.Value, value: ir.Value, probe: Probe) -> 
         return _Cache(key=key, value=value, caches=caches, presents=presents)
     _refuse_presents(node)
     if length is None:
-        keys, values = (concat_cache(node, each, probe) for each in (key, value))
+        # 4-D operands say themselves how many heads they have.
+        heads = attribute(node, "kv_num_heads", 0) or None
+        keys, values = (concat_cache(node, each, probe, num_heads=heads) for each in (key, value))
         return _Cache(
             key=keys[0],
             value=values[0],
             caches=(keys[1], values[1]),
             presents=(keys[2], values[2]),
             knows_past=False,
+            kv_layout=Layout.HEADS,
         )
     (*keys_, key_at), (*values_, value_at) = (scatter_cache(node, each) for each in (key, value))
     if key_at is not value_at:
@@ -153,6 +162,7 @@ def _find_cache(node: ir.Node, key: ir.Value, value: ir.Value, probe: Probe) -> 
         value=values_[0],
         caches=(keys_[1], values_[1]),
         presents=(keys_[2], values_[2]),
+        kv_layout=Layout.HEADS,
         step_inputs=(key_at, *([length] if length.is_graph_input() else [])),
     )
 
@@ -201,6 +211,13 @@ def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> t
         return Layout.HEADS, shape[1]
     num_q_heads = attribute(node, "q_num_heads", 0)
     if len(shape) == 3 and num_q_heads:
+        if shape[2] not in {None, num_q_heads * head_dim}:
+            raise OnnxRewriteError(
+                node_name(node),
+                f"its query is {shape[2]} wide and {num_q_heads} heads of {head_dim} need "
+                f"{num_q_heads * head_dim}",
+                "export a model whose query and key heads have one size",
+            )
         return Layout.FLAT, int(num_q_heads)
     raise OnnxRewriteError(
         node_name(node),
@@ -209,9 +226,10 @@ def _layout(node: ir.Node, query: ir.Value, probe: Probe, *, head_dim: int) -> t
     )
 
 
-def _check_kv_heads(node: ir.Node, attention: AttentionSpec, layout: Layout) -> None:
+def _check_kv_heads(node: ir.Node, attention: AttentionSpec, *, is_own_cache: bool) -> None:
     declared = attribute(node, "kv_num_heads", 0)
-    if layout is Layout.FLAT and declared != attention.num_kv_heads:
+    # Heads of a cache outside the node may be repeated before it, which is proved there.
+    if not declared or (is_own_cache and declared != attention.num_kv_heads):
         raise OnnxRewriteError(
             node_name(node),
             f"`kv_num_heads` is {declared} and the cache has {attention.num_kv_heads} heads",

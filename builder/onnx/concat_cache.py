@@ -21,7 +21,10 @@ from paged_trt.builder.onnx.graph import (
 from paged_trt.builder.onnx.probe import Probe, steps_of
 from paged_trt.plugins.errors import OnnxRewriteError
 
-WITH_CACHE: Final = "export with `use_cache=True`, so that each layer has a past and a present"
+WITH_CACHE: Final = (
+    "export with `use_cache=True`, so that each layer has a past and a present, both whole "
+    "(`DynamicCache()` of transformers without a configuration)"
+)
 _REPEAT_OPS: Final = frozenset(
     {"Unsqueeze", "Expand", "Reshape", "Identity", "Tile", "Transpose", "Squeeze"}
 )
@@ -30,7 +33,12 @@ _REPEAT_STEPS: Final = steps_of([(3, 2), (0, 2), (1, 1)])
 
 
 def concat_cache(
-    node: ir.Node, operand_value: ir.Value, probe: Probe, *, head_dim: int | None = None
+    node: ir.Node,
+    operand_value: ir.Value,
+    probe: Probe,
+    *,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """New tokens, cache input and `Concat(past, new)` of a key or value operand.
 
@@ -40,6 +48,7 @@ def concat_cache(
             `[1, P + S, H * D]`, heads repeated from K.
         probe: evaluates what lies between.
         head_dim: D; None reads it off the cache.
+        num_heads: H, where the node says it; None takes any multiple of K.
 
     Raises:
         OnnxRewriteError: there is no Concat of a cache, or more than repeated heads lies between.
@@ -48,10 +57,9 @@ def concat_cache(
     while (producer := present.producer()) is not None and producer.op_type in _REPEAT_OPS:
         present = _first_input(producer)
     if producer is None or producer.op_type != "Concat" or not _is_cache_concat(producer):
-        origin = "a graph input" if producer is None else f"{producer.op_type} `{producer.name}`"
         raise OnnxRewriteError(
             node_name(node),
-            f"it has no KV cache: `{value_name(operand_value)}` comes from {origin}, "
+            f"it has no KV cache: `{value_name(operand_value)}` comes from {_origin(producer)}, "
             "not from Concat(past, new)",
             WITH_CACHE,
         )
@@ -61,7 +69,9 @@ def concat_cache(
     if present is not operand_value:
         size = require_static_dim(cache, 3, node=node) if head_dim is None else head_dim
         heads = require_static_dim(cache, 1, node=node)
-        problem = _repeat_problem(operand_value, present, probe, heads=heads, size=size)
+        problem = _repeat_problem(
+            operand_value, present, probe, shape=(heads, size), num_heads=num_heads
+        )
         if problem is not None:
             raise OnnxRewriteError(
                 node_name(node),
@@ -69,6 +79,17 @@ def concat_cache(
                 "export with Concat(past, new) whose heads are only repeated (repeat_kv)",
             )
     return new, cache, present
+
+
+def _origin(producer: ir.Node | None) -> str:
+    if producer is None:
+        return "a graph input"
+    name = f"{producer.op_type} `{producer.name}`"
+    if producer.op_type != "Concat":
+        return name
+    # Such as a cache that is cut to the window in the model.
+    first = value_name(_first_input(producer))
+    return f"{name}, whose first input `{first}` is no cache among the graph's inputs"
 
 
 def _first_input(node: ir.Node) -> ir.Value:
@@ -89,27 +110,36 @@ def _is_cache_concat(node: ir.Node) -> bool:
 
 
 def _repeat_problem(
-    repeated: ir.Value, present: ir.Value, probe: Probe, *, heads: int, size: int
+    repeated: ir.Value,
+    present: ir.Value,
+    probe: Probe,
+    *,
+    shape: tuple[int, int],
+    num_heads: int | None,
 ) -> str | None:
-    """Evaluate whether `repeated` is `present` with each head repeated in place."""
+    """Evaluate whether `repeated` is `present`, of heads and size `shape`, with each repeated."""
     if not probe.depends_on_lengths_only(repeated, given=present):
         return "depends on data"
     for step in _REPEAT_STEPS:
-        shape = (1, heads, step.total, size)
+        given_shape = (1, shape[0], step.total, shape[1])
         # Neighbours differ, and so do heads and tokens.
-        given = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        given = np.arange(np.prod(given_shape), dtype=np.float32).reshape(given_shape)
         try:
             found = probe.evaluate(repeated, step, given=present, given_array=given)
         except EvaluationError as error:
             return f"cannot be evaluated ({error})"
-        if not _repeats(found, given):
+        repeats = _repeats(found, given)
+        if repeats is None:
             return "does not repeat each head in place"
+        if num_heads not in {None, repeats * shape[0]}:
+            return f"makes {repeats * shape[0]} heads, and the node says {num_heads}"
     return None
 
 
-def _repeats(found: Array, given: Array) -> bool:
+def _repeats(found: Array, given: Array) -> int | None:
+    """How often `found` has each head of `given`; None where it is something else."""
     _, heads, total, size = given.shape
     if found.ndim == 3 and found.shape[:2] == (1, total) and found.shape[2] % size == 0:
         found = found.reshape(1, total, -1, size).transpose(0, 2, 1, 3)
-    groups = found.shape[1] // heads if found.ndim == 4 else 0
-    return np.array_equal(found, np.repeat(given, max(groups, 1), axis=1))
+    groups = max(found.shape[1] // heads, 1) if found.ndim == 4 else 1
+    return groups if np.array_equal(found, np.repeat(given, groups, axis=1)) else None

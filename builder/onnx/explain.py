@@ -146,12 +146,13 @@ def explain(path: Path) -> ModelReport:
     nodes = tuple(
         _report(node, dialect, match, probe) for node, dialect, match in _attention_nodes(model)
     )
-    facts, problem = None, next((node.problem for node in nodes if node.problem), None)
-    if problem is None:
-        try:
-            facts = survey(model)
-        except OnnxRewriteError as error:
-            problem = Problem.of(error)
+    facts: ModelFacts | None = None
+    problem: Problem | None = None
+    try:
+        facts = survey(model)
+    except OnnxRewriteError as error:
+        # As `build` says it, which may be about the model and not about its first node.
+        problem = Problem.of(error)
     producer = " ".join(filter(None, (model.producer_name, model.producer_version)))
     return ModelReport(
         model=Path(path).name,

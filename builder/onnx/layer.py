@@ -18,6 +18,7 @@ from paged_trt.plugins.tensors import (
     PAST_LENS,
     QUERY_START_OFFSETS,
     EngineSpec,
+    attention_name,
     key_pool_name,
     kv_scales_name,
     pool_output_name,
@@ -46,7 +47,7 @@ def replace_layer(
         spec: the engine.
 
     Returns:
-        The layer's pool outputs by name.
+        The layer's pool outputs, and its attention output, by name.
     """
     attention = layer.attention
     _name_rotary_heads(layer.query, attention.num_q_heads)
@@ -78,7 +79,8 @@ def replace_layer(
         overload=spec.kv_cache_dtype.value,
     )
     replace_uses(layer.node.outputs[0], _output(emit, layer, paged[0]))
-    return dict(zip(map(pool_output_name, pools), paged[1:], strict=True))
+    names = [attention_name(index), *map(pool_output_name, pools)]
+    return dict(zip(names, paged, strict=True))
 
 
 def _name_rotary_heads(value: ir.Value, num_heads: int) -> None:

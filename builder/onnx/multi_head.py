@@ -85,7 +85,8 @@ def match(node: ir.Node, probe: Probe) -> tuple[LayerMatch, tuple[PositionLimit,
         keys, values, caches, presents = key, value, *_own_cache(node)
     else:
         (keys, key_cache, key_present), (values, value_cache, value_present) = (
-            concat_cache(node, each, probe, head_dim=head_dim) for each in (key, value)
+            concat_cache(node, each, probe, head_dim=head_dim, num_heads=num_heads)
+            for each in (key, value)
         )
         caches, presents = (key_cache, value_cache), (key_present, value_present)
     window, limits = _window(node, probe, has_own_cache=has_own_cache)

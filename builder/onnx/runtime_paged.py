@@ -4,8 +4,10 @@
 
 The model has no batch axis: token ids are `[T]`, the cache is `[num_blocks, block_size, K, D]`.
 Block table, cumulative lengths and past lengths are inputs of the graph, and become those of
-this project: the pool's layout and page size are set by the engine. `attention_metadata` are
-bounds that choose a launch and never change a result, as the operator's text says.
+this project: the pool's layout and page size are set by the engine. `slot_mapping` says where the
+caller wants a token's key and value; it goes with the block table, and the engine writes each
+token into its sequence's page. `attention_metadata` are bounds that choose a launch and never
+change a result, as the operator's text says.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from paged_trt.builder.onnx.graph import (
     NodeSchema,
     node_name,
     require_static_dim,
+    value_name,
 )
 from paged_trt.builder.onnx.probe import Probe
 from paged_trt.builder.onnx.runtime_attention import (
@@ -68,7 +71,6 @@ SCHEMA: Final = NodeSchema(
         "attention_metadata",
     ),
     refused_inputs={
-        "slot_mapping": "export without it: the engine writes each token into its sequence's page",
         "k_scale": UNQUANTISED,
         "v_scale": UNQUANTISED,
     },
@@ -144,7 +146,14 @@ def _check_caches(
 def _step_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
     """Graph inputs that go with the node; its lengths have to be some."""
     lengths = [graph_input(node, SCHEMA, name) for name in _LENGTHS]
+    slots = named_operand(node, SCHEMA, "slot_mapping")
+    if slots is not None and not slots.is_graph_input():
+        raise OnnxRewriteError(
+            node_name(node),
+            f"its `slot_mapping` (`{value_name(slots)}`) is computed in the model, and the engine "
+            "writes each token into its sequence's page",
+            "export with `slot_mapping` as a graph input, or without it",
+        )
     metadata = named_operand(node, SCHEMA, "attention_metadata")
-    if metadata is not None and metadata.is_graph_input():
-        lengths.append(metadata)
-    return tuple(lengths)
+    given = [each for each in (slots, metadata) if each is not None and each.is_graph_input()]
+    return (*lengths, *given)

@@ -46,6 +46,7 @@ def survey(model: ir.Model) -> ModelFacts:
         UnsupportedError: a mask has to be proved and onnxruntime is not installed.
     """
     dialect, nodes, match = attention_nodes(model)
+    _check_axes(model)
     probe = make_probe(model)
     matches: list[LayerMatch] = []
     limits: list[PositionLimit] = []
@@ -56,6 +57,9 @@ def survey(model: ir.Model) -> ModelFacts:
     _check_caches(matches)
     _check_inputs(model, matches)
     logits = _logits(model, matches)
+    vocab_size, last_only = _logits_dims(
+        logits, has_batch_axis=all(found.has_batch_axis for found in matches)
+    )
     index_values = find_index_values(model, probe, matches=matches, logits=logits)
     live = live_values(matches, logits, index_values)
     if dialect is not Dialect.PAGED_ATTENTION:
@@ -64,9 +68,6 @@ def survey(model: ir.Model) -> ModelFacts:
             model, probe, matches=matches, index_values=index_values, live=live, logits=logits
         )
     limits.extend(find_position_tables(model, probe, live))
-    vocab_size, last_only = _logits_dims(
-        logits, has_batch_axis=all(found.has_batch_axis for found in matches)
-    )
     return ModelFacts(
         dialect=dialect,
         layers=tuple(found.attention for found in matches),
@@ -115,6 +116,21 @@ def _check_caches(matches: Sequence[LayerMatch]) -> None:
                     f"{found.attention.num_kv_heads}",
                     "export key and value caches with one number of heads",
                 )
+
+
+def _check_axes(model: ir.Model) -> None:
+    """Refuse token ids of a fixed number: a step holds any number, of any number of sequences."""
+    ids = next((each for each in model.graph.inputs if each.name == INPUT_IDS), None)
+    dims = [] if ids is None or ids.shape is None else list(ids.shape)
+    # An engine step is a batch of one, so that a batch fixed at 1 is as good as an open one.
+    open_dims = dims[1:] if dims[:1] == [1] else dims
+    if any(isinstance(dim, int) for dim in open_dims):
+        raise OnnxRewriteError(
+            INPUT_IDS,
+            f"its shape is [{', '.join(map(str, dims))}], and a step holds any number of tokens "
+            "of any number of sequences",
+            "export with the batch and token axes dynamic (`dynamic_shapes` of torch.onnx.export)",
+        )
 
 
 def _check_inputs(model: ir.Model, matches: Sequence[LayerMatch]) -> None:
@@ -180,7 +196,8 @@ def _logits_dims(logits: ir.Value, *, has_batch_axis: bool) -> tuple[int, bool]:
         raise OnnxRewriteError(
             value_name(logits),
             f"its shape is {shape}, not [batch, tokens, vocabulary]",
-            "export logits of all tokens, with the size of the vocabulary as a number",
+            "export logits of all tokens (without `logits_to_keep`), with the size of the "
+            "vocabulary as a number; the engine keeps those of last tokens by itself",
         )
     return vocab_size, last_only
 

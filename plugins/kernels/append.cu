@@ -18,7 +18,14 @@ namespace paged_trt {
 constexpr int kChunk = 8;  // elements
 constexpr int kAppendThreads = 256;
 constexpr int kMostTokensPerBlock = kAppendThreads / 32;  // a warp finds the place of one
-constexpr int kItemsInFlight = 2;  // per thread: loads that do not wait for each other
+// Per thread: loads that do not wait for each other.
+__device__ constexpr int items_in_flight(int features) {
+  return (features & kWideAppend) != 0 ? 4 : 2;
+}
+// Blocks of a multiprocessor; their registers hold rotated items, or more of them, or both.
+__device__ constexpr int append_blocks(int features) {
+  return 4 - ((features & kRopeFeature) != 0) - ((features & kWideAppend) != 0);
+}
 
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {
@@ -83,7 +90,29 @@ __device__ __forceinline__ void rotate_neighbours(float (&values)[kChunk], const
   }
 }
 
-template <class Kv>
+// The compiler makes four stores of four bytes of an assignment.
+template <bool kIsVector>
+__device__ __forceinline__ void store_words(void* place, uint4 words) {
+  if constexpr (kIsVector) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  } else {
+    *reinterpret_cast<uint4*>(place) = words;
+  }
+}
+
+template <bool kIsVector>
+__device__ __forceinline__ void store_words(void* place, uint2 words) {
+  if constexpr (kIsVector) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(words.x), "r"(words.y)
+                 : "memory");
+  } else {
+    *reinterpret_cast<uint2*>(place) = words;
+  }
+}
+
+template <class Kv, bool kIsVector>
 __device__ __forceinline__ void store_chunk(void* pool, int64_t element,
                                             const float (&values)[kChunk], float scale) {
   if constexpr (kIsQuantised<Kv>) {
@@ -96,11 +125,12 @@ __device__ __forceinline__ void store_chunk(void* pool, int64_t element,
                  quantise_two<Kv>(__fdiv_rn(values[4 * i + 2], scale),
                                   __fdiv_rn(values[4 * i + 3], scale)) << 16;
     }
-    *reinterpret_cast<uint2*>(static_cast<Kv*>(pool) + element) = make_uint2(words[0], words[1]);
+    store_words<kIsVector>(static_cast<Kv*>(pool) + element, make_uint2(words[0], words[1]));
   } else {
-    *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + element) =
+    store_words<kIsVector>(
+        static_cast<Kv*>(pool) + element,
         make_uint4(pack<Kv>(values[0], values[1]), pack<Kv>(values[2], values[3]),
-                   pack<Kv>(values[4], values[5]), pack<Kv>(values[6], values[7]));
+                   pack<Kv>(values[4], values[5]), pack<Kv>(values[6], values[7])));
   }
 }
 
@@ -190,10 +220,12 @@ __device__ __forceinline__ void rotate(float (&values)[2][kChunk], const AppendA
   }
 }
 
-template <class Activation, class Kv, bool kHasRope, class ItemPlace>
+template <class Activation, class Kv, int kFeatures, class ItemPlace>
 __device__ __forceinline__ void append_item(const AppendArgs& args, const ItemPlace& item,
                                             const uint4 (&raw)[2], int32_t token,
                                             TokenPlace place) {
+  constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
+  constexpr bool kIsVector = (kFeatures & kVectorStores) != 0;
   void* pool = item.is_key ? args.key_pool : args.value_pool;
   const auto slot = static_cast<int32_t>(place.position % kTokensPerPage);
   const int64_t row = tile_offset(place.page, args.num_kv_heads, item.head, item.dim) +
@@ -202,7 +234,7 @@ __device__ __forceinline__ void append_item(const AppendArgs& args, const ItemPl
     if (!kHasRope || !item.is_key) {  // bits as they are
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        *reinterpret_cast<uint4*>(static_cast<Kv*>(pool) + row + item.starts[i]) = raw[i];
+        store_words<kIsVector>(static_cast<Kv*>(pool) + row + item.starts[i], raw[i]);
       }
       return;
     }
@@ -214,7 +246,7 @@ __device__ __forceinline__ void append_item(const AppendArgs& args, const ItemPl
   const float scale =
       kIsQuantised<Kv> ? args.kv_scales[(item.is_key ? 0 : args.num_kv_heads) + item.head] : 1.f;
 #pragma unroll
-  for (int i = 0; i < 2; i++) store_chunk<Kv>(pool, row + item.starts[i], values[i], scale);
+  for (int i = 0; i < 2; i++) store_chunk<Kv, kIsVector>(pool, row + item.starts[i], values[i], scale);
 }
 
 // The counters of the decode behind: no block of it can have touched them yet.
@@ -227,10 +259,10 @@ __device__ __forceinline__ void clear_counters(const AppendArgs& args) {
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kFeatures>
-__global__ void
-    __launch_bounds__(kAppendThreads, (kFeatures & kRopeFeature) != 0 ? 3 : 4)
+__global__ void __launch_bounds__(kAppendThreads, append_blocks(kFeatures))
     append(const __grid_constant__ AppendArgs args) {
   constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
+  constexpr int kItemsInFlight = items_in_flight(kFeatures);
   using ItemPlace = Item<kHeadDim, kValueDim, kHasRope>;
   __shared__ TokenPlace places[kMostTokensPerBlock];
   allow_next_kernel();
@@ -265,7 +297,7 @@ __global__ void
     for (int k = 0; k < kItemsInFlight; k++) {
       const int32_t i = base + k * stride + own, row = i / items;
       if (i >= total || places[row].page < 0) continue;
-      append_item<Activation, Kv, kHasRope>(args, ItemPlace(args, i - row * items), raw[k],
+      append_item<Activation, Kv, kFeatures>(args, ItemPlace(args, i - row * items), raw[k],
                                             first + row, places[row]);
     }
   }

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps)
                               kFeatures, true>;
   static_assert(kChunkTokens % Config::kTokens == 0, "a step does not cross a cut");
   __shared__ CounterShared<Config> shared;
-  __shared__ Schedule<DecodeCounterArgs> schedule;
+  constexpr int kPieceCost = (kFeatures & kDearPieces) != 0 ? kDearPieceCost : kUsualPieceCost;
+  __shared__ Schedule<DecodeCounterArgs, kPieceCost> schedule;
   allow_next_kernel();
   if (threadIdx.x < 32) schedule.begin(args, args.num_kv_heads * Config::kHeadBlocks);
   __syncthreads();

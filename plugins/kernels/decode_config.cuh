@@ -10,6 +10,14 @@ constexpr int kWindowFeature = 1;
 constexpr int kSoftcapFeature = 2;
 constexpr int kRopeFeature = 4;
 
+// What a benchmark may ask for besides, in the same number: no layer does. Off, they change no
+// instruction.
+constexpr int kOtherDepth = 8;  // of decode: one step in flight instead of two, or two instead of one
+constexpr int kWideMerge = 16;  // of a counter: more partials in flight while they are merged
+constexpr int kDearPieces = 32;  // of a balanced decode: a piece counts as twice as dear
+constexpr int kWideAppend = 8;  // of the append: more items in flight
+constexpr int kVectorStores = 16;  // of the append: a chunk is one store, which it is not by itself
+
 // Tiles of 16 tokens in one step of a warp: 8 KB of keys and values in flight, which is what
 // hides the memory's latency, as long as the scores of a step do not take the registers back.
 __device__ constexpr int tiles_per_step(int row_bytes) {
@@ -59,13 +67,18 @@ struct DecodeConfig {
   // Held and not rotated, a query goes from memory straight to its operands.
   static constexpr bool kShareQuery = !kHoldQuery || kHasRope;
   static constexpr int kAccumulators = (kValueDim / 4 + kTiles * 4) * kHeadTiles;
+  static constexpr bool kIsDeep = kPreferDeep != ((kFeatures & kOtherDepth) != 0);
   static constexpr int kDepth =
-      !kPreferDeep
+      !kIsDeep
           ? 1
           : steps_in_flight(sizeof(Keys) / 4 + sizeof(Values) / 4,
                             kAccumulators + (kHoldQuery ? kQueryRegisters : 0));
 
   static constexpr int kValueVectors = kValueDim / 4;  // of four elements
+  // A thread that merges a vector alone has more partials to wait for than one that has help.
+  static constexpr bool kMergesAlone = kThreads < 2 * kUsedHeads * kValueVectors;
+  static constexpr int kPartialsInFlight =
+      (kFeatures & kWideMerge) == 0 ? 4 : kMergesAlone ? 16 : 8;  // per thread
 };
 
 }  // namespace paged_trt

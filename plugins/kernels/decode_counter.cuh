@@ -64,7 +64,7 @@ __device__ __forceinline__ void merge_slots(DecodeShared<Config>& shared,
     const bool exists = head < heads.count;
     PartialVector part = no_partial();
     if (exists && (kShares == 1 || share < kShares)) {
-      part = merge_share(
+      part = merge_share<Config::kPartialsInFlight>(
           share * (kShares > 1), kShares, slots.count,
           [&](int32_t p) { return slot_values<Config>(args, slots.slot(p), head) + element; },
           [&](int32_t p) { return slot_lse<Config>(args, slots.slot(p), head); });

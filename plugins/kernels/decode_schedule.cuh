@@ -14,7 +14,8 @@ namespace paged_trt {
 // Runs are cut between chunks of this many tokens; a step of a warp never crosses one.
 constexpr int kChunkTokens = 64;
 // What a piece costs besides its chunks, in chunks: its first loads and its merge.
-constexpr int kPieceCost = 2;
+constexpr int kUsualPieceCost = 2;
+constexpr int kDearPieceCost = 4;
 
 // Part of the keys of one column, all of them where it has no neighbours.
 struct Piece {
@@ -26,7 +27,7 @@ struct Piece {
 
 // One warp makes the pieces, one ahead of what the block needs; all of it is in shared memory, so
 // that it takes no registers from the keys in flight.
-template <class Args>
+template <class Args, int kPieceCost = kUsualPieceCost>
 class Schedule {
  public:
   // `columns` is the number of blocks of heads of a sequence. The first warp calls it.

@@ -9,6 +9,7 @@
 
 #include "decode_config.cuh"
 #include "decode_query.cuh"
+#include "decode_scores.cuh"
 #include "page_cursor.cuh"
 #include "partitions.cuh"
 
@@ -19,26 +20,6 @@ struct PoolView {
   const char* keys;
   const char* values;
   int32_t num_pages, num_kv_heads, kv_head;
-};
-
-// From products to base-2 logits.
-template <bool kHasCap>
-struct ScoreScale {
-  float before;  // the cap, if there is one, comes between the two factors
-  float after;
-
-  __device__ __forceinline__ ScoreScale(float softmax_scale, float key_scale, float softcap)
-      : before(softmax_scale * key_scale), after(kLog2E) {
-    if constexpr (kHasCap) {
-      before /= softcap, after *= softcap;
-    } else {
-      before *= kLog2E;
-    }
-  }
-
-  __device__ __forceinline__ float capped(float score) const {
-    return after * tanh_accurate(score);
-  }
 };
 
 template <class Config>
@@ -187,7 +168,8 @@ class DecodeWarp {
     float scores[Config::kTiles][kHeadTiles][4];
     multiply_keys(scores, step.keys, query);
     if (has_next) load_keys(step, place);
-    finish_scores(scores, scale, Config::kHasWindow ? keys_.first - token_ : 0, step.end);
+    finish_scores<Config>(scores, scale, head_scale_, row_,
+                          Config::kHasWindow ? keys_.first - token_ : 0, step.end);
     raise_maximum(scores);
     multiply_values(scores, step.values);
     if (has_next) load_values(step, place);
@@ -231,26 +213,6 @@ class DecodeWarp {
         for (int i = 0; i < 4; i++) {
           scores[u][t][i] = sums[0][u][t][i];
           if constexpr (kChains == 2) scores[u][t][i] += sums[kChains - 1][u][t][i];
-        }
-      }
-    }
-  }
-
-  // Scale, cap and mask; only rows [begin, end) of the step are visible.
-  __device__ __forceinline__ void finish_scores(float (&scores)[Config::kTiles][kHeadTiles][4],
-                                                const ScoreScale<Config::kHasSoftcap>& scale,
-                                                int32_t begin, int32_t end) const {
-    const bool some_masked = begin > 0 || end < Config::kTokens;
-#pragma unroll
-    for (int u = 0; u < Config::kTiles; u++) {
-#pragma unroll
-      for (int t = 0; t < kHeadTiles; t++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          scores[u][t][i] *= head_scale_[t][i & 1];
-          if constexpr (Config::kHasSoftcap) scores[u][t][i] = scale.capped(scores[u][t][i]);
-          const int token = u * 16 + (i / 2) * 8 + row_;
-          if (some_masked && (token < begin || token >= end)) scores[u][t][i] = minus_infinity();
         }
       }
     }

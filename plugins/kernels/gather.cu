@@ -10,7 +10,8 @@
 //
 // Grid: slots of gathered pages x key heads, in one dimension, key heads fastest; there is a slot
 // for every page that a step of this shape may read, and blocks of unused slots end. A block moves
-// the keys and the values of one key head of one page. No shared memory, no barrier.
+// the keys and the values of one key head of one page. No shared memory, no barrier. The counter of
+// the prefill behind is set to zero on the way.
 #include "conversions.cuh"
 #include "dependent_launch.cuh"
 #include "page_table.cuh"
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   const int64_t entry = static_cast<int64_t>(page.sequence) * args.table_width + page.index;
   const int32_t id = page.sequence < 0 ? -1 : args.page_table[entry];
   wait_for_previous_kernel();  // all blocks: whoever follows this kernel follows the append too
+  if (block == 0 && threadIdx.x == 0) *args.tile_counter = 0;
   if (page.sequence < 0) return;
   const bool is_valid = is_page(id, args.num_pages);
   if (kv_head == 0 && threadIdx.x == 0) args.gathered_table[entry] = is_valid ? slot : -1;

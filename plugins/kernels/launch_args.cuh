@@ -174,6 +174,7 @@ struct GatherArgs {
   void* gathered_keys;  // [slots, Hkv, 128, D]
   void* gathered_values;  // [slots, Hkv, 128, Dv]
   int32_t* gathered_table;  // [N, M], slots; written where a query sees the page
+  int32_t* tile_counter;  // of the prefill behind: set to zero
   int32_t num_seqs;  // N
   int32_t table_width;  // M
   int32_t num_pages;

@@ -8,6 +8,7 @@
 namespace paged_trt {
 
 constexpr int kMergeThreads = 128;
+constexpr int kPartialsInFlight = 4;  // per thread
 
 template <class Activation, int kValueDim>
 __device__ __forceinline__ void merge_row(const MergeArgs& args, int32_t head, int32_t sequence) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void merge_row(const MergeArgs& args, int32_t head, i
       (static_cast<int64_t>(sequence) * args.num_q_heads + head) * args.num_partitions;
   if (share < kShares) {
     const float* place = args.partial_output + slot * kValueDim + vector * 4;
-    const PartialVector part = merge_share(
+    const PartialVector part = merge_share<kPartialsInFlight>(
         share, kShares, count,
         [&](int32_t p) { return place + static_cast<int64_t>(p) * kValueDim; },
         [&](int32_t p) { return args.partial_lse + slot + p; });

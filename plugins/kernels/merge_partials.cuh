@@ -6,8 +6,6 @@
 
 namespace paged_trt {
 
-constexpr int kPartialsInFlight = 4;  // per thread: the loads of a batch do not wait for each other
-
 // Four value elements of one head, weighted but not normalised, in base 2.
 struct PartialVector {
   float4 values;
@@ -25,8 +23,8 @@ __device__ __forceinline__ void accumulate(PartialVector& total, float factor, f
 
 // One thread's share: every `stride`-th of `count` partials, from `first`. `place(p)` gives where
 // partial p has its vector, `lse(p)` where its log-sum-exp is. The order is fixed, so a merge
-// gives the same bits whoever does it.
-template <class Place, class Lse>
+// gives the same bits whoever does it. The loads of kPartialsInFlight do not wait for each other.
+template <int kPartialsInFlight, class Place, class Lse>
 __device__ __forceinline__ PartialVector merge_share(int32_t first, int32_t stride, int32_t count,
                                                      Place place, Lse lse) {
   PartialVector total = no_partial();

@@ -206,6 +206,7 @@ class GatherArgs(ctypes.Structure):
         ("gathered_keys", Pointer),
         ("gathered_values", Pointer),
         ("gathered_table", Pointer),
+        ("tile_counter", Pointer),
         ("num_seqs", ctypes.c_int32),
         ("table_width", ctypes.c_int32),
         ("num_pages", ctypes.c_int32),

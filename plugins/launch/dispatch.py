@@ -1,17 +1,15 @@
-"""From one attention call to kernel launches: what `enqueue` of the plugin calls.
+"""From one attention call to kernel launches, for one (N, T, M).
 
-Everything that only shapes decide is done once per (N, T, M) and kept: plan, kernels, grids,
-argument blocks. What only addresses decide is done when they change. A step on known addresses
-costs one comparison and one driver call per kernel: no allocation, no compile, no wait.
+Everything that only shapes decide is done once and kept: plan, kernels, grids, argument blocks.
+What only addresses decide is done when they change.
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from paged_trt.plugins.device import KernelLaunch, MemoryClear
@@ -60,8 +58,6 @@ OVERLAPPING: Final = frozenset({*DECODE_PATHS, KernelPath.MERGE, KernelPath.GATH
 read queries, lengths, page ids and tables only, which were there before the append started. The
 append itself may follow the very kernel that wrote them."""
 FIRST_OVERLAP_ARCH: Final = 90
-MOST_PREPARED: Final = 128
-"""Step sizes that a plugin instance keeps ready."""
 
 _LOG: Final = logging.getLogger("paged_trt")
 
@@ -70,7 +66,7 @@ LaunchMaker = Callable[..., Launch]
 ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
-_GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table")
+_GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table", "tile_counter")
 _ADDRESS_FIELDS: Final = frozenset(
     (*_OPERAND_FIELDS, "output", *_WORKSPACE_FIELDS, *_GATHERED_FIELDS)
 )
@@ -200,8 +196,10 @@ class PreparedStep:
         )
         gathers = isinstance(self.plan, PrefillPlan) and self.plan.gathers
         self._gathered = gather_workspace(request) if gathers else None
-        takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
-        self._counter = make_clear(COUNTER_BYTES) if takes_tiles else None
+        self._takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
+        # The gather kernel clears the counter on its way.
+        needs_clear = self._takes_tiles and not gathers
+        self._counter = make_clear(COUNTER_BYTES) if needs_clear else None
         # All are found before one is launched.
         loaded = [registry.find(key) for key in kernel_keys(request, self.plan)]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
@@ -220,6 +218,7 @@ class PreparedStep:
         operands["partial_output"] = addresses.workspace
         operands["partial_lse"] = addresses.workspace + self._workspace.lse_offset
         operands["counters"] = addresses.workspace + self._workspace.counter_offset
+        operands["tile_counter"] = 0
         operands |= self._gathered_addresses(addresses)
         for kernel in self._kernels:
             block = kernel.block
@@ -237,11 +236,11 @@ class PreparedStep:
         keys, values = (addresses.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
         if self._gathered is not None:
             request, pool = as_gathered(request), self._gathered.pool(request)
-            keys, values, table = self._gathered_addresses(addresses).values()
+            keys, values, table, counter = self._gathered_addresses(addresses).values()
             block.page_table, block.num_pages = table, pool.num_pages
-            counter += self._gathered.counter_offset
         if self._counter is not None:
-            block.tile_counter = self._counter.address = counter
+            self._counter.address = counter
+        block.tile_counter = counter if self._takes_tiles else 0
         set_pool_maps(block, keys, values, request=request, pool=pool, encode_map=self._encode_map)
 
     def launch(self, stream: int) -> None:
@@ -292,72 +291,3 @@ class PreparedStep:
         return _Kernel(
             block=block, launch=launch, fields=tuple(n for n in names if n in _ADDRESS_FIELDS)
         )
-
-
-Locate = Callable[[Sequence[int], Sequence[int], int], CallAddresses]
-Prepare = Callable[[AttentionPlanRequest, CallAddresses], PreparedStep]
-
-
-class LayerLauncher:
-    """The launches of one plugin instance."""
-
-    def __init__(self) -> None:
-        # Decode steps come back in few sizes; the token counts of prefill steps are many.
-        self._steps: collections.OrderedDict[AttentionPlanRequest, PreparedStep] = (
-            collections.OrderedDict()
-        )
-        self._request: AttentionPlanRequest | None = None
-        self._step: PreparedStep | None = None
-        self._addresses: tuple[int, ...] = ()
-
-    @property
-    def has_shape(self) -> bool:
-        """Whether `set_shape` was called."""
-        return self._request is not None
-
-    def set_shape(self, request: AttentionPlanRequest) -> None:
-        """Take the sizes of the steps to come; what they need is made at the first of them."""
-        if request != self._request:
-            self._request, self._step = request, None
-
-    def enqueue(
-        self,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        workspace: int,
-        stream: int,
-        *,
-        locate: Locate,
-        prepare: Prepare,
-    ) -> None:
-        """Launch the step on a stream.
-
-        Args:
-            inputs: addresses of the plugin's inputs.
-            outputs: addresses of its outputs.
-            workspace: address of its workspace.
-            stream: handle of the stream.
-            locate: from these addresses to those of the operands; called when they change.
-            prepare: makes the launches of a step that was not seen before.
-
-        Raises:
-            KernelLaunchError: a kernel is not loaded or did not launch.
-        """
-        addresses = (*inputs, *outputs, workspace)
-        if self._step is None or addresses != self._addresses:
-            self._bind(addresses, locate(inputs, outputs, workspace), prepare)
-        self._step.launch(stream)  # type: ignore[union-attr]  # `_bind` has set it
-
-    def _bind(self, addresses: tuple[int, ...], located: CallAddresses, prepare: Prepare) -> None:
-        request = self._request
-        if request is None:
-            raise KernelLaunchError("a step was launched before its sizes were known")
-        step = self._steps.get(request)
-        if step is None:
-            step = self._steps[request] = prepare(request, located)
-            if len(self._steps) > MOST_PREPARED:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(request)
-        if step.addresses != located:
-            step.bind(located)
-        self._step, self._addresses = step, addresses

@@ -77,6 +77,7 @@ class GatherWorkspace:
             "gathered_keys": workspace,
             "gathered_values": workspace + self.key_bytes,
             "gathered_table": workspace + self.table_offset,
+            "tile_counter": workspace + self.counter_offset,
         }
 
     def pool(self, request: AttentionPlanRequest) -> KvPoolSpec:

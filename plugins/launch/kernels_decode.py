@@ -17,30 +17,16 @@ from typing import Final, TypeVar
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import ACTIVATION_DTYPES, DType
 from paged_trt.plugins.errors import UnsupportedError
-from paged_trt.plugins.kv import KvPoolSpec, tokens_in_pages
+from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import args
-from paged_trt.plugins.launch.plans import (
-    CLUSTER_BLOCKS,
-    MOST_COUNTER_BLOCKS,
-    AttentionPlan,
-    Balanced,
-    Cluster,
-    Counter,
-    Direct,
-    SplitKv,
-)
-from paged_trt.plugins.launch.registry import KernelKey, KernelPath
-from paged_trt.plugins.launch.requests import AttentionPlanRequest
+from paged_trt.plugins.launch.plans import AttentionPlan, Direct, SplitKv
+from paged_trt.plugins.launch.registry import USUAL, KernelKey, KernelPath, KernelVariant
 from paged_trt.plugins.launch.workspace import (
     HEADS_PER_TILE,
     SMALL_BLOCK_WARPS,
-    block_columns,
     decode_workspace,
-    has_clusters,
     head_tiles,
-    sharing_slots,
     sharing_warps,
-    visible_pages,
 )
 from paged_trt.plugins.operands import Operand, StepShape
 
@@ -103,8 +89,12 @@ class KernelBuild:
     macros: tuple[str, ...] = ()
 
 
-def kernel_build(key: KernelKey) -> KernelBuild:
+def kernel_build(key: KernelKey, variant: KernelVariant = USUAL) -> KernelBuild:
     """The kernel of a key.
+
+    Args:
+        key: what it is compiled for.
+        variant: how it differs from what engines run; a benchmark's.
 
     Raises:
         UnsupportedError: the path has no kernel here, or a head dim or type is not covered.
@@ -112,16 +102,17 @@ def kernel_build(key: KernelKey) -> KernelBuild:
     _check(key)
     activation, kv = ELEMENT_TYPES[key.activation_dtype], ELEMENT_TYPES[key.kv_cache_dtype]
     dims = f"{key.head_dim}, {key.value_head_dim}"
+    features = key.features.value | variant.bits(key.path)
     if key.path is KernelPath.APPEND:
-        name = f"append<{activation}, {kv}, {dims}, {key.features.value}>"
+        name = f"append<{activation}, {kv}, {dims}, {features}>"
         return _build(key, name, APPEND_THREADS)
     if key.path is KernelPath.MERGE:
         return _build(key, f"merge<{activation}, {key.value_head_dim}>", MERGE_THREADS)
     tiles = head_tiles(key.group_size, key.value_head_dim)
     if key.path is KernelPath.DECODE_CLUSTER and key.head_dim > WIDEST_CLUSTER_KEYS:
         tiles = 1
-    warps = decode_warps(key)
-    block = f"{key.group_size}, {warps}, {tiles}, {key.features.value}"
+    warps = variant.warps or decode_warps(key)
+    block = f"{key.group_size}, {warps}, {tiles}, {features}"
     name = f"{key.path.value}<{activation}, {kv}, {dims}, {block}>"
     return _build(key, name, warps * 32, tiles)
 
@@ -160,26 +151,6 @@ def decode_warps(key: KernelKey) -> int:
     if key.path in {KernelPath.DECODE_DIRECT, KernelPath.DECODE_BALANCED}:
         return SMALL_BLOCK_WARPS
     return sharing_warps(key.group_size, key.value_head_dim)
-
-
-def decode_candidates(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
-    """Plans of a decode step that are worth timing; some may pass a plan's workspace."""
-    columns = request.step.num_seqs * block_columns(request.attention)
-    pages, units = visible_pages(request), sharing_slots(request)
-    plans: list[AttentionPlan] = [Direct()]
-    if request.step.num_seqs > 1:
-        plans.append(Balanced())
-    # From half of the blocks that the device holds to four times as many.
-    shares = [n for n in range(2, MOST_COUNTER_BLOCKS + 1) if units <= 2 * n * columns <= 8 * units]
-    if has_clusters(request.arch):
-        plans += [Cluster(blocks=size) for size in CLUSTER_BLOCKS if size in shares]
-    wanted = {shares[0], units // columns, 2 * units // columns, shares[-1]} if shares else set()
-    counts = sorted(n for n in wanted if n in shares and n <= 2 * pages)
-    plans += [Counter(blocks=count) for count in counts]
-    for count in counts:
-        tokens = tokens_in_pages(-(-pages // count))
-        plans.append(SplitKv(partition_tokens=tokens, threshold_tokens=tokens))
-    return tuple(dict.fromkeys(plans))
 
 
 def tokens_per_append_block(num_tokens: int) -> int:

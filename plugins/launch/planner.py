@@ -11,6 +11,7 @@ import dataclasses
 from typing import Final, Protocol
 
 from paged_trt.plugins.kv import pages_for_tokens, tokens_in_pages
+from paged_trt.plugins.launch.candidates import decode_candidates
 from paged_trt.plugins.launch.gather import (
     FEWEST_ROWS,
     GATHERS_UNASKED,
@@ -20,7 +21,6 @@ from paged_trt.plugins.launch.gather import (
     query_rows,
     size_refusal,
 )
-from paged_trt.plugins.launch.kernels_decode import decode_candidates
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
     CLUSTER_BLOCKS,

@@ -93,6 +93,16 @@ class TrialMemory:
             self.stream.upload(address + start, self._pinned.ctypes.data, part.nbytes)
             self.stream.synchronize()
 
+    def download(self, address: int, num_bytes: int) -> Array:
+        """`[num_bytes]` uint8, a copy of device memory; waits for the stream."""
+        found = np.empty(num_bytes, np.uint8)
+        for start in range(0, num_bytes, _PATTERN_BYTES):
+            part = found[start : start + _PATTERN_BYTES]
+            self.stream.download(self._pinned.ctypes.data, address + start, part.nbytes)
+            self.stream.synchronize()
+            part[:] = self._pinned[: part.nbytes]
+        return found
+
     def _repeat(self, address: int, done: int, size: int) -> None:
         """Fill memory with copies of its first `done` bytes."""
         while done < size:

@@ -33,14 +33,14 @@ class Tuning:
         chosen: the plan to use.
         heuristic: what the heuristic takes.
         microseconds: time of each plan, in the order of `candidates`.
-        failures: message of each plan that could not be timed.
+        failures: error of each plan that could not be timed.
     """
 
     request: AttentionPlanRequest
     chosen: AttentionPlan
     heuristic: AttentionPlan
     microseconds: dict[AttentionPlan, float]
-    failures: dict[AttentionPlan, str]
+    failures: dict[AttentionPlan, PagedTrtError]
 
     @property
     def speedup(self) -> float:
@@ -76,12 +76,12 @@ def tune_request(
     """
     heuristic, *others = candidates(request, gathers_unasked=gathers_unasked)
     times = {heuristic: time_plan(request, heuristic)}
-    failures: dict[AttentionPlan, str] = {}
+    failures: dict[AttentionPlan, PagedTrtError] = {}
     for plan in others:
         try:
             times[plan] = time_plan(request, plan)
         except PagedTrtError as error:
-            failures[plan] = str(error)
+            failures[plan] = error
     best = min(times, key=times.__getitem__)
     is_faster = times[best] < times[heuristic] * (1 - NOISE)
     return Tuning(

@@ -6,7 +6,8 @@ import functools
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.launch.sources import kernel_source_sha256
-from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget, read_tuned
+from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
+from paged_trt.plugins.launch.tuned_file import read_tuned
 
 
 def tuning_target(ordinal: int | None = None) -> TuningTarget:

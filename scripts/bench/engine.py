@@ -290,8 +290,16 @@ def _line(row: dict[str, Any]) -> str:
         if share is None
         else f"ours {share:.1%} of a replay, {row['ours_in_step_to_alone']:.2f} of them alone"
     )
+    names = {
+        "onnxruntime_paged": "the reference executor",
+        "onnxruntime_dense": "the un-rewritten model in onnxruntime",
+    }
+    peers = "".join(
+        f"; {names[name]}: decode {peer['decode_us']:,.0f} us"
+        for name, peer in row.get("peers_us", {}).items()
+    )
     return (
         f"{row['batch']} x {row['kv_len']}: prefill {row['prefill_us']:,.0f} us, decode "
         f"{row['decode_us']:,.0f} us ({row['executor']}), session {row['session_us']:,.0f} us, "
-        f"{ours}"
+        f"{ours}{peers}"
     )

@@ -68,7 +68,7 @@ def command(
             f"{prompt_len + new_tokens} tokens, those before the count included; both must be 2 "
             f"or more, and all fit the engine's {pool.max_kv_cache_capacity}"
         )
-    timed = TimedExecutor(load_engine(engine_dir, executor, device=device))
+    timed = TimedExecutor(load_engine(engine_dir, executor, device=device), notes_waits=True)
     prompts = _prompts(manifest.spec.vocab_size, batch, prompt_len)
     row = _measure(manifest, timed, prompts, new_tokens=new_tokens, steps=steps)
     gpu, driver = gpu_and_driver(device)

@@ -105,27 +105,30 @@ def command(
     ]
     traffic = [make_traffic(each, _limits(manifest)) for each in options]
     engine = load_engine(engine_dir, executor, device=device)
+    common = {"executor": engine.name, **_engine(manifest)}
+    rows: list[dict[str, Any]] = []
     try:
         engine.warm_up()
-        loads = [asyncio.run(_measure(engine, each)) for each in traffic]
+        for each, made in zip(options, traffic, strict=True):
+            load = asyncio.run(_measure(engine, made))
+            rows.append({**common, **_asked(each), **_row(made, load)})
+            # An interrupt of a later rate takes nothing from those that are done.
+            results = _results(manifest, engine, rows, device=device)
+            results.write(output)
+            click.echo(_line(rows[-1]))
     finally:
         engine.close()
-    common = {"executor": engine.name, **_engine(manifest)}
-    rows = [
-        {**common, **_asked(each), **_row(made, load)}
-        for each, made, load in zip(options, traffic, loads, strict=True)
-    ]
-    results = _results(manifest, engine, rows, device=device)
-    results.write(output)
     if plot is not None:
         plot_loads(results, plot)
-    for row in rows:
-        click.echo(
-            f"{row['rate']:g} requests/s: {row['tokens_per_s']:.1f} tokens/s, first token "
-            f"{row['first_token_ms']:.1f} ms, next {row['inter_token_ms']:.1f} ms (medians), "
-            f"{row['failed']} failed"
-        )
     click.echo(f"{output}: written")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['rate']:g} requests/s: {row['tokens_per_s']:.1f} tokens/s, first token "
+        f"{row['first_token_ms']:.1f} ms, next {row['inter_token_ms']:.1f} ms (medians), "
+        f"{row['failed']} failed"
+    )
 
 
 def _limits(manifest: EngineManifest) -> Limits:

@@ -20,6 +20,7 @@ from paged_trt.scripts.kernel_bench.cells import Cell
 from paged_trt.scripts.kernel_bench.ours import OurKernels
 from paged_trt.scripts.kernel_bench.peers import PeerData, make_data, our_data, relative_error
 from paged_trt.scripts.kernel_bench.run import Bench
+from paged_trt.scripts.kernel_bench.sweep import Sweep
 
 FREE_PART: Final = 0.7
 """Of the free memory that the pools may take: other libraries need workspaces of their own."""
@@ -87,6 +88,30 @@ def open_bench(
             ceilings=limits,
             data_of=lambda cell: _data_of(graphs, memory, ours, cell),
             our_error=(lambda cell: _our_error(graphs, memory, ours, cell)) if with_torch else None,
+        )
+
+
+@contextlib.contextmanager
+def open_sweep(ordinal: int, target: TuningTarget, cells: Sequence[Cell]) -> Iterator[Sweep]:
+    """A sweep on a device, its ceilings measured; no other package is needed.
+
+    Args:
+        ordinal: number of the device.
+        target: the device.
+        cells: all that are going to be run.
+
+    Raises:
+        UnsupportedError: there is no device.
+        ExecutionError: there is too little memory.
+    """
+    with open_bench(ordinal, target, cells, with_torch=False) as bench:
+        yield Sweep(
+            graphs=bench.graphs,
+            memory=bench.memory,
+            stream=bench.ours.stream,
+            arch=target.arch,
+            num_multiprocessors=target.num_multiprocessors,
+            ceilings=bench.ceilings,
         )
 
 

@@ -40,6 +40,7 @@ def results_of(
     peers: Mapping[str, str],
     note: str = "",
     tree: str | None = None,
+    method: str = METHOD,
 ) -> Results:
     """A results file of one family.
 
@@ -51,6 +52,7 @@ def results_of(
         peers: version of each other library.
         note: why cells are missing.
         tree: commit of the tree, where it is no checkout.
+        method: how numbers were taken.
     """
     return Results(
         kind=family.value,
@@ -60,7 +62,7 @@ def results_of(
         driver=target.driver,
         cuda=target.compiler,
         tensorrt="none: kernels alone",
-        method=METHOD + (f"; {note}" if note else ""),
+        method=method + (f"; {note}" if note else ""),
         ceilings=dict(ceilings),
         peers=dict(peers),
         rows=list(rows),

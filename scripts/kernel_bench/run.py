@@ -112,7 +112,7 @@ class Bench:
             if found.plans_us:
                 row["plans_us"] = found.plans_us
         except PagedTrtError as error:
-            errors["ours"] = _short(error)
+            errors["ours"] = line_of_error(error)
             self._require_device(error)
         peers = self._peers(cell, estimate, errors)
         row["peers_us"] = {name: round(times.median, 2) for name, times in peers.items()}
@@ -140,7 +140,7 @@ class Bench:
                 # It says beforehand that this is no cell for it.
                 continue
             except Exception as error:  # libraries have no base class in common
-                errors[peer.name] = _short(error)
+                errors[peer.name] = line_of_error(error)
                 key = (peer.name, cell.family, cell.group)
                 self.failures[key] = self.failures.get(key, 0) + 1
                 self._require_device(error)
@@ -182,7 +182,7 @@ class Bench:
             self.memory.stream.synchronize()
             self.graphs.run(lambda: None)
         except Exception as error:
-            raise ExecutionError(f"the device is lost after {_short(cause)}") from error
+            raise ExecutionError(f"the device is lost after {line_of_error(cause)}") from error
 
     def _ratios(self, cell: Cell, row: Row) -> Row:
         found: Row = {}
@@ -231,7 +231,7 @@ def _kind(name: str, cell: Cell) -> tuple[Any, ...]:
     return (name, cell.family, cell.kv, cell.head_dim, group, cell.window, cell.is_even)
 
 
-def _short(error: BaseException) -> str:
+def line_of_error(error: BaseException) -> str:
     """One line, without the folders of whoever compiled a library."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return _FOLDERS.sub("", text)[:240]

@@ -104,10 +104,7 @@ class _Routes:
         return Response(status_code=200 if self._service.is_healthy else 503)
 
     async def metrics(self) -> Response:
-        found = self._service.metrics()
-        if found is None:
-            raise ApiError(404, "the engines run elsewhere, and so do their metrics")
-        content, kind = found
+        content, kind = self._service.metrics()
         return Response(content, media_type=kind)
 
     def _require_model(self, name: str) -> None:

@@ -26,6 +26,7 @@ from paged_trt.scripts.server.failures import ApiError
 from paged_trt.scripts.server.listen import read_key
 from paged_trt.scripts.server.pieces import Piece, Started
 from paged_trt.scripts.server.protocol import AnyRequest, CompletionRequest
+from paged_trt.scripts.server.ray_metrics import RayMetrics
 from paged_trt.scripts.server.service import DEFAULT_MAX_WAITING, LocalService
 
 PREFIX_ROUTERS: Final = (
@@ -40,6 +41,13 @@ _ROUTER_OPTIONS: Final = {
     "imbalanced_threshold": 8,
     "do_eviction": True,
 }
+
+
+METRICS_ARE_RAYS: Final = (
+    "the engines run in replicas, which tell Ray their metrics: scrape each host's metrics port "
+    "(`ray start --metrics-export-port PORT`) for `ray_paged_trt_*`, or let Prometheus find all "
+    "hosts in Ray's prom_metrics_service_discovery.json"
+)
 
 
 class RaySettings(pydantic.BaseModel):
@@ -120,6 +128,7 @@ class Engine:
             max_waiting=settings.max_waiting,
             template_seconds=settings.template_seconds,
         )
+        self._metrics = RayMetrics(self._service.metric_registry)
 
     async def answer(self, routed: Routed) -> AsyncGenerator[Started | Piece | Failure, None]:
         """As `Service.answer`, with an error as the last item."""
@@ -137,7 +146,8 @@ class Engine:
         return self._service.session.stats()
 
     async def check_health(self) -> None:
-        """Ray calls it, and replaces a replica for which it raises."""
+        """Ray calls it every few seconds, and replaces a replica for which it raises."""
+        self._metrics.publish()
         if not self._service.is_healthy:
             raise ExecutionError("the engine failed for the last requests")
 
@@ -180,8 +190,13 @@ class RayService:
         finally:
             response.cancel()
 
-    def metrics(self) -> None:
-        """None: each engine has its own."""
+    def metrics(self) -> tuple[bytes, str]:
+        """Nothing is here: each replica tells Ray its own.
+
+        Raises:
+            ApiError: where the metrics are.
+        """
+        raise ApiError(404, METRICS_ARE_RAYS)
 
     async def aclose(self, *, seconds: float) -> None:
         """Nothing to do: Ray ends the engines."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paged_trt.plugins.errors import ConfigError, QueueFullError, SequenceError
 from paged_trt.runtime.async_session import AsyncSession
@@ -25,6 +25,9 @@ from paged_trt.scripts.server.failures import (
 )
 from paged_trt.scripts.server.pieces import Assembler, Piece, Started
 from paged_trt.scripts.server.protocol import AnyRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 DEFAULT_MAX_WAITING = 1024
 FAILURES_OF_A_SICK_ENGINE = 3
@@ -54,8 +57,12 @@ class Service(Protocol):
         """
         ...
 
-    def metrics(self) -> tuple[bytes, str] | None:
-        """Metrics in Prometheus' text format, and its content type; None where they are not."""
+    def metrics(self) -> tuple[bytes, str]:
+        """Metrics in Prometheus' text format, and its content type.
+
+        Raises:
+            ApiError: they are elsewhere.
+        """
         ...
 
     async def aclose(self, *, seconds: float) -> None:
@@ -113,6 +120,11 @@ class LocalService:
     def is_healthy(self) -> bool:
         """Whether requests are taken, and the last ones did not all fail in the engine."""
         return self._closing is None and self._failures < FAILURES_OF_A_SICK_ENGINE
+
+    @property
+    def metric_registry(self) -> CollectorRegistry:
+        """Where the metrics are registered."""
+        return self._metrics.registry
 
     def metrics(self) -> tuple[bytes, str]:
         """Metrics in Prometheus' text format, and its content type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from paged_trt.scripts.cli import main
 from paged_trt.scripts.engine_timing import Cell, KernelTimes, StepTimes, Times, time_kernels
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
-from paged_trt.scripts.results import read_results
+from paged_trt.scripts.readme import render
+from paged_trt.scripts.results import Results, read_results
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def test_a_cpu_measures_and_says_what(
     output = tmp_path / "engine.json"
     words = ["--executor=reference", "--steps=3", "--model", str(model), "-o", str(output)]
     assert main(["bench", "engine", str(engine), *words]) == 0
-    assert "no kernel of ours ran" in capsys.readouterr().out
+    output_text = capsys.readouterr().out
+    assert "no kernel of ours ran" in output_text
+    assert output_text.count("the un-rewritten model in onnxruntime") == 2
     results = read_results(output)
     assert (results.kind, results.cuda) == ("engine", "none")
     assert "onnxruntime" in results.peers
@@ -68,6 +72,14 @@ def test_a_cpu_measures_and_says_what(
         for values in (row, row["peers_us"]["onnxruntime_dense"]):
             assert 0 < values["decode_us_min"] <= values["decode_us"] <= values["decode_us_max"]
             assert values["prefill_us"] > 0
+    table = render(MARKER, tmp_path)
+    assert table.count("| reference executor, ") == 2
+    assert "none of our kernels ran" in table
+    # Once, though both cells have it.
+    assert table.count("say nothing about a GPU") == 1
+
+
+MARKER = "<!-- results: engine -->\n<!-- end -->"
 
 
 def test_the_prefill_that_counts_runs_the_whole_prompt(
@@ -208,7 +220,7 @@ def times(*values: float) -> Times:
 
 
 @pytest.mark.parametrize(("others", "is_missed"), [(60.0, False), (50.0, True)])
-def test_the_share_of_our_kernels(others: float, is_missed: bool) -> None:
+def test_the_share_of_our_kernels(others: float, is_missed: bool, tmp_path: Path) -> None:
     steps = StepTimes(prefill=times(1), decode=times(130, 120, 140), session=times(1), notes=("n",))
     kernels = KernelTimes(
         step=times(99, 100, 101), others=times(others), ours_alone=times(40), plans=("direct",) * 2
@@ -220,3 +232,26 @@ def test_the_share_of_our_kernels(others: float, is_missed: bool) -> None:
     assert row["plan"] == ["direct"]
     assert row["notes"][0] == "n"
     assert any("over the target of 1.05" in note for note in row["notes"]) == is_missed
+    steps_us = {"prefill_us": 2000.0, "decode_us": 130.0, "decode_us_min": 1, "decode_us_max": 200}
+    shape = {"model": "toy", "layers": 2, "executor": "tensorrt", "route": "gqa", "batch": 4}
+    peers = {"onnxruntime_paged": {"decode_us": 9000.0}}
+    Results(
+        kind="engine",
+        commit="0" * 12,
+        date=datetime.date(2026, 1, 1),
+        gpu="NVIDIA H200",
+        driver="580.1",
+        cuda="13.0",
+        tensorrt="tensorrt_rtx 1.6.1.120",
+        method="as the command says",
+        peers={},
+        rows=[{**shape, "kv_len": 512, **steps_us, **row, "peers_us": peers}],
+    ).write(tmp_path / "engine.json")
+    line = next(each for each in render(MARKER, tmp_path).splitlines() if "| toy, " in each)
+    assert f"| 0.10 | {(100 - others) / 100:.0%} | {(100 - others) / 40:.2f} | 9.00 |" in line
+
+
+def test_a_readme_without_results_has_no_table(tmp_path: Path) -> None:
+    assert render(MARKER, tmp_path) == MARKER
+    readme = Path(__file__).parents[2] / "README.md"
+    assert MARKER.partition("\n")[0] in readme.read_text(encoding="utf-8")

@@ -83,7 +83,7 @@ def expect(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={**os.environ, **(environment or {})},
     )
     assert done.returncode == exit_code, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -11,13 +12,24 @@ import pytest
 from engine_dirs import write_engine_dir
 
 from paged_trt.plugins.kv import power_of_two_buckets, table_width_buckets
-from paged_trt.plugins.launch.planner import PolicyPlanner
+from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
+from paged_trt.plugins.launch.sources import kernel_source_sha256
+from paged_trt.plugins.launch.tuned import RequestKey, TunedPlan, TuningTarget
+from paged_trt.plugins.launch.tuned_file import write_tuned
+from paged_trt.plugins.launch.tuner import engine_requests
 from paged_trt.plugins.manifest import read_manifest
-from paged_trt.scripts import inspect, pool_picture
+from paged_trt.scripts import inspect, inspect_tuned, pool_picture
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
-from paged_trt.scripts.inspect_plans import Device, ranges, step_plans
+from paged_trt.scripts.inspect_plans import (
+    Device,
+    folded_names,
+    folded_tensors,
+    layer_kinds,
+    ranges,
+    step_plans,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +165,128 @@ def test_what_cannot_be_drawn_is_refused_first(
 
 def test_layers_are_told_in_ranges() -> None:
     assert ranges((0, 1, 2, 5, 7, 8)) == "0..2, 5, 7..8"
+
+
+def test_equal_tensors_share_a_line_and_json_names_each(
+    engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["inspect", str(engine)]) == 0
+    text = capsys.readouterr().out
+    for name in ("key_pool.{0..1}", "value_pool.{0..1}", "key_pool_out.{0..1}"):
+        assert name in text
+    assert "key_pool.1 " not in text
+    assert {"key_pool.1", "value_pool_out.1"} <= {
+        tensor["name"] for tensor in inspected(capsys, engine)["tensors"]
+    }
+
+
+def test_tensors_of_different_layers_do_not_share_a_line(engine: Path) -> None:
+    spec = read_manifest(engine).spec
+    wide = dataclasses.replace(spec.layers[0], head_dim=128, value_head_dim=128)
+    alternating = dataclasses.replace(spec, layers=(spec.layers[0], wide) * 15)
+    names = [
+        folded_names([tensor.name for tensor in group])
+        for group in folded_tensors(alternating.tensors())
+    ]
+    even, odd = (", ".join(map(str, range(first, 30, 2))) for first in (0, 1))
+    assert f"key_pool.{{{even}}}" in names
+    assert f"value_pool_out.{{{odd}}}" in names
+    # Each layer of the toy has its own line there: two layers, two kinds.
+    assert len(names) == len(spec.tensors())
+    assert names[0] == "input_ids"
+    assert [len(numbers) for numbers in layer_kinds(alternating).values()] == [15, 15]
+
+
+TARGET = TuningTarget(
+    gpu="NVIDIA H200",
+    arch="sm_90",
+    num_multiprocessors=132,
+    driver="580.1, CUDA 13.0",
+    kernels=kernel_source_sha256(),
+    compiler="13.0",
+)
+
+
+def tuned_plan(engine: Path) -> TunedPlan:
+    """The engine's widest step of one sequence, where another plan than the heuristic's won."""
+    spec = read_manifest(engine).spec
+    (request,) = [
+        each
+        for each in engine_requests(spec, arch=TARGET.arch, num_multiprocessors=132)
+        if (each.step.num_seqs, each.step.table_width) == (1, spec.pool.max_pages_per_seq)
+    ]
+    heuristic, *others = candidates(request)
+    return TunedPlan(
+        request=RequestKey.of(request),
+        plan_text=str(others[-1]),
+        microseconds=5.0,
+        heuristic_text=str(heuristic),
+        heuristic_microseconds=8.0,
+    )
+
+
+def test_tuned_plans_are_shown_with_their_file(
+    engine: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = tuned_plan(engine)
+    path = write_tuned([plan], TARGET, tmp_path)
+    data = inspected(capsys, engine, "--tuned", path)
+    assert data["device"] == {"arch": "sm_90", "multiprocessors": 132}
+    assert data["tuned_plans"]["file"] == str(path)
+    assert data["tuned_plans"]["plans"] == 1
+    found = [each for each in data["decode_plans"] if each["source"] == "tuned"]
+    assert [(each["num_seqs"], each["plan"]) for each in found] == [(1, plan.plan_text)]
+    assert "5.00 us" in found[0]["reason"]
+    assert {each["source"] for each in data["decode_plans"]} == {"tuned", "heuristic"}
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["inspect", str(engine), "--tuned", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "│ tuned " in text
+    assert str(path) in text
+
+
+def test_a_device_has_the_plans_that_were_tuned_on_it(
+    engine: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the probes say on a machine with a GPU."""
+    device = {"arch": TARGET.arch, "multiprocessors": 132}
+    answers = {
+        "device": {"devices": [device]},
+        "engine": {"error": {"message": "not asked"}},
+        "tuning": dataclasses.asdict(TARGET),
+    }
+    for module in (inspect, inspect_tuned):
+        monkeypatch.setattr(module, "run_probe", lambda name, *words: answers[name])
+    monkeypatch.setenv("PAGED_TRT_CACHE_DIR", str(tmp_path))
+    none = inspected(capsys, engine)["tuned_plans"]
+    assert none["plans"] == 0
+    assert "nothing was tuned" in none["note"]
+    path = write_tuned([tuned_plan(engine)], TARGET)
+    data = inspected(capsys, engine)
+    assert data["tuned_plans"]["file"] == str(path)
+    assert "tuned" in {each["source"] for each in data["decode_plans"]}
+    answers["tuning"] = {**answers["tuning"], "driver": "600.1, CUDA 14.0"}
+    stale = inspected(capsys, engine)
+    assert "stale" in stale["tuned_plans"]["note"]
+    assert {each["source"] for each in stale["decode_plans"]} == {"heuristic"}
+
+
+def test_a_wrong_file_of_tuned_plans_is_refused(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path) -> str:
+        assert main(["inspect", str(engine), "--tuned", str(path)]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "`paged-trt tune` wrote" in refused(tmp_path / "absent.json")
+    assert "`paged-trt tune` wrote" in refused(engine / "manifest.json")
+    assert "`paged-trt tune` wrote" in refused(engine)
+    other = dataclasses.replace(TARGET, kernels="0" * 64)
+    assert "tune` again" in refused(write_tuned([tuned_plan(engine)], other, tmp_path))

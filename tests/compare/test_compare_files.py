@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from paged_trt.scripts.cli import main
 from paged_trt.scripts.example_models.toy import write_toy
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+QT_PAGE = Path(__file__).with_name("qt_page.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 # A name that would be markup, and a formula that cannot be read, if it were not escaped.
 HOSTILE = "<img src=x>&amp;$\\x$"
@@ -126,36 +128,65 @@ def test_page_is_whole_and_needs_no_network(written: Path) -> None:
     assert "2 of 3 engines agree" in page.text
     assert "Where it first differs" in page.text
     assert "attention.0" in page.text
+    assert "code" in names
+    assert "`" not in page.text
 
 
-def test_page_is_rendered_by_a_browser(written: Path, tmp_path: Path) -> None:
-    from matplotlib.image import imread
+# The verdict's red bar, the histogram's orange line, and white paper.
+COLOURS = ((0.70, 0.15, 0.12, 200), (1.0, 0.5, 0.05, 50), (1.0, 1.0, 1.0, 500_000))
+Colours = Sequence[tuple[float, float, float, int]]
+BLANK = "<!DOCTYPE html><title>blank</title><p>This browser works."
 
+
+def run_browser(words: Sequence[str | Path], timeout: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, check=False, timeout=timeout
+    )
+
+
+def render_in_chromium(page: Path, picture: Path, colours: Colours, seconds: int) -> str:
+    """Renders a page with a browser that is installed; the text of its document."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser is installed, none of {', '.join(BROWSERS)}")
     options = (
         *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,1600"),
+        *(f"--user-data-dir={picture.parent / 'profile'}", "--window-size=1100,1600"),
         # No name resolves: whatever the page loaded from elsewhere would be missing.
         "--host-resolver-rules=MAP * ~NOTFOUND",
     )
-    address = (written / "report.html").as_uri()
-    shot = tmp_path / "shot.png"
-    for words in ([f"--screenshot={shot}"], ["--dump-dom"]):
-        done = subprocess.run(
-            [browser, *options, *words, address],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+    for words in ([f"--screenshot={picture}"], ["--dump-dom"]):
+        done = run_browser([browser, *options, *words, page.as_uri()], seconds)
         assert done.returncode == 0, done.stderr
-    assert "Engines against the model" in done.stdout
+    return done.stdout
+
+
+def render_in_qt(page: Path, picture: Path, colours: Colours, seconds: int) -> str:
+    """Renders a page with Qt WebEngine of the dependency group `browser`; the text of the page."""
+    pytest.importorskip("PyQt6", reason="the dependency group `browser` is not installed")
+    words = [sys.executable, QT_PAGE, page, picture, json.dumps(colours), seconds // 2]
+    done = run_browser(words, seconds)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("render", [render_in_chromium, render_in_qt], ids=["chromium", "qt"])
+def test_page_is_rendered_by_a_browser(
+    render: Callable[..., str], written: Path, tmp_path: Path
+) -> None:
+    from matplotlib.image import imread
+
+    blank = tmp_path / "blank.html"
+    blank.write_text(BLANK)
+    try:
+        assert "This browser works." in render(blank, tmp_path / "blank.png", (), 120)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"the browser renders no page on this machine, not a blank one: {error}"[:300])
+    shot = tmp_path / "shot.png"
+    assert "Engines against the model" in render(written / "report.html", shot, COLOURS, 300)
     picture = imread(shot)[:, :, :3]
     assert picture.shape[:2] == (1600, 1100)
-    # The verdict's red bar, the histogram's orange line, and white paper.
-    for colour, count in (((0.70, 0.15, 0.12), 200), ((1.0, 0.5, 0.05), 50), ((1, 1, 1), 500_000)):
+    for *colour, count in COLOURS:
         assert (abs(picture - colour).max(axis=-1) < 0.05).sum() > count, colour
 
 

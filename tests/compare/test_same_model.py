@@ -24,6 +24,7 @@ from session.paged_toy import make_scales, make_spec, open_toy
 
 from paged_trt.plugins.device import Device
 from paged_trt.plugins.dtypes import DType
+from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.manifest import MODEL_DATA_FILE, MODEL_FILE, read_manifest
 from paged_trt.plugins.tensors import LOGITS, EngineSpec, LogitsMode
 from paged_trt.runtime.compare import CompareOptions, compare_engine
@@ -253,7 +254,66 @@ def test_plan_says_which_outputs_it_lacks(toy: Path, good: Good) -> None:
     report = check_same_model(Plan(), engine, scenarios, model=toy, seed=0, layers=True)
     executor.close()
     assert report.missing == (NO_ATTENTION,)
+    assert "`--layer-outputs`" in NO_ATTENTION
     assert not any(each.name.startswith("attention") for each in report.tensors)
+
+
+def open_with_layers(spec: EngineSpec, folder: Path) -> tuple[TensorRtExecutor, Any]:
+    """A TensorRT executor of an engine with layer outputs, and what its stand-in runs."""
+    folder.mkdir()
+    inner, driver = open_toy(spec, folder), FakeDriver()
+    engine = FakeEngine(driver, inner)
+    scales = make_scales(spec)
+    return TensorRtExecutor(engine, spec, Device(driver=driver), kv_scales=scales), inner
+
+
+@pytest.mark.parametrize("activation", [DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.value)
+def test_plan_with_layer_outputs_is_compared_layer_by_layer(
+    activation: DType, tmp_path: Path
+) -> None:
+    spec = make_spec(activation=activation, layer_outputs=True)
+    executor, inner = open_with_layers(spec, tmp_path / "plan")
+    (tmp_path / "reference").mkdir()
+    steps = record_steps(spec, scenario(spec), seed=0)
+    reference = open_toy(spec, tmp_path / "reference")
+    report = compare_steps(executor, reference, steps, seed=3, name="toy")
+    assert report.passed, report
+    assert [each.name for each in report.tensors] == [
+        *("key.0", "value.0", "attention.0"),
+        *("key.1", "value.1", "attention.1"),
+        LOGITS,
+    ]
+
+    # The plan's second layer is off by a tenth: neither key.1 nor logits would say which part.
+    honest = inner.read_layer_outputs
+    inner.read_layer_outputs = lambda: [
+        each * each.dtype.type(1 if layer == 0 else 1.1) for layer, each in enumerate(honest())
+    ]
+    report = compare_steps(executor, reference, steps, seed=3, name="toy")
+    assert report.first is not None
+    assert (report.first.tensor, report.first.step) == ("attention.1", 0)
+
+
+def test_plan_without_layer_outputs_names_the_option(tmp_path: Path) -> None:
+    executor, _ = open_with_layers(make_spec(), tmp_path / "plan")
+    assert not executor.gives_layer_outputs
+    with pytest.raises(UnsupportedError, match="build --layer-outputs"):
+        executor.read_layer_outputs()
+    executor, _ = open_with_layers(make_spec(layer_outputs=True), tmp_path / "other")
+    assert [each.shape[0] for each in executor.read_layer_outputs()] == [0, 0]
+
+
+def test_engine_with_layer_outputs_is_held_against_one_without(
+    toy: Path, good: Good, tmp_path: Path
+) -> None:
+    engine = write_engine_dir(toy, tmp_path / "engine", layer_outputs=True)
+    tamper(engine, _attribute(1, "softmax_scale", 1.1))
+    reference = good(DType.FLOAT16) / MODEL_FILE
+    report = check(reference, engine, layers=True)
+    assert report.reference == str(reference)
+    assert report.first is not None
+    assert report.first.tensor == "attention.1"
+    assert report.missing == ()
 
 
 @pytest.mark.parametrize("kv", [*QUANTISED, DType.FLOAT16], ids=lambda kv: kv.value)

@@ -414,6 +414,26 @@ def case_build_twice() -> int:
     return sum(len(build().plan) > 0 for _ in range(2))
 
 
+def case_tactics(offered: list[int]) -> dict[str, Any]:
+    """What TensorRT does with custom tactics: when it asks, what it sets, whether it times any."""
+    from paged_trt.plugins.plugin import PagedAttentionPlugin
+
+    asked: list[Any] = []
+    taken: list[int] = []
+    ran: list[str] = []
+    replaced = {
+        "get_valid_tactics": lambda plugin: asked.append(plugin) or list(offered),
+        "set_tactic": lambda plugin, tactic: taken.append(tactic),
+        "on_shape_change": lambda plugin, *rest: ran.append("on_shape_change"),
+        "enqueue": lambda plugin, *rest: ran.append("enqueue"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replaced.items():
+            stack.enter_context(mock.patch.object(PagedAttentionPlugin, name, replacement))
+        build()
+    return {"asked": len(asked), "taken": taken, "ran": ran}
+
+
 def case_unchanged_directory() -> list[str]:
     """A build writes nothing beside the model."""
     with tempfile.TemporaryDirectory() as directory:

@@ -21,7 +21,7 @@ from paged_trt.plugins.trt import flavor
 CHILD = Path(__file__).parent / "child.py"
 PAGES = paged_models.make_spec().pool.num_pages
 # onnx_ir and pydantic are imported anew by every child: most of its second is that.
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def tensorrt_is_missing() -> bool:
@@ -29,6 +29,10 @@ def tensorrt_is_missing() -> bool:
         return importlib.util.find_spec(flavor()) is None
     except UnsupportedError:
         return True
+
+
+def flavor_is(name: str) -> bool:
+    return not tensorrt_is_missing() and flavor() == name
 
 
 pytestmark = pytest.mark.skipif(tensorrt_is_missing(), reason="TensorRT is not installed")
@@ -82,6 +86,19 @@ def test_every_hop_holds_one_page_count(activation: str, kv: str) -> None:
     assert result["plan_bytes"] > 0
     # Engine I/O is that of the contract on either route.
     assert sorted(result["io"]) == sorted(tensor.name for tensor in spec.tensors())
+
+
+@pytest.mark.skipif(flavor_is("tensorrt"), reason="full TensorRT times tactics, on a GPU")
+@pytest.mark.parametrize(("offered", "taken"), [([5, 2, 9], 5), ([], 0)])
+def test_rtx_times_no_tactic_and_takes_the_first(offered: list[int], taken: int) -> None:
+    """Why the plugin offers one tactic: with more, RTX would let the order decide."""
+    result = run_case("tactics", offered=offered)["result"]
+    layers_and_profiles = 2 * 2
+    assert result == {
+        "asked": layers_and_profiles,
+        "taken": [taken] * layers_and_profiles,
+        "ran": [],
+    }
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_another_geometry_with_the_same_page_count() -> None:
 
 
 def test_another_schema_of_the_name() -> None:
-    name = network_name(SPEC).replace("paged-trt/2", "paged-trt/1")
+    name = network_name(SPEC).replace("paged-trt/3", "paged-trt/2")
     assert mismatch(dataclasses.replace(make_table(SPEC), name=name)).field == "name"
 
 

@@ -65,6 +65,23 @@ def test_tokens_of_an_engine_that_chooses(tmp_path: Path, dtype: DType) -> None:
         assert compare_engine(tmp_path / "model.onnx", tmp_path / "engine", options).passed
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
+def test_an_engine_gives_what_its_layers_attend_to(tmp_path: Path, dtype: DType) -> None:
+    write_toy(tmp_path, "attention23-past", dtype=dtype)
+    manifest = build(tmp_path / "model.onnx", tmp_path / "engine", "--layer-outputs")
+    assert [
+        (each.name, each.dtype, each.dims)
+        for each in manifest.engine.tensors
+        if each.name.startswith("attention")
+    ] == [(f"attention.{i}", dtype, (-1, TOY.num_heads, TOY.head_dim)) for i in range(2)]
+    if dtype is DType.FLOAT16:
+        options = CompareOptions(executor="reference", num_new_tokens=2, layers=True)
+        report = compare_engine(tmp_path / "model.onnx", tmp_path / "engine", options)
+        assert report.passed
+        assert report.same_model is not None
+        assert "attention.1" in {each.name for each in report.same_model.tensors}
+
+
 @pytest.mark.parametrize("kind", ["int8", "int8-zeros", "int8-blocks", "int4-blocks"])
 @pytest.mark.parametrize("activation", ["float16", "float32"])
 def test_quantised_weights(tmp_path: Path, kind: str, activation: str) -> None:

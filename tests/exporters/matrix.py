@@ -3,9 +3,10 @@
     python tests/exporters/matrix.py WORK_FOLDER [--only TEXT]
 
 Needs `paged-trt[rtx,compare,export]` and onnxruntime-genai; nothing of the project imports it.
-It writes `results.json` here and the table in `builder/README.md`. A case that has to be refused
-passes when it is refused in the words that it names, and one that has to work passes when its
-engine gives the tokens of the exporter's own model in onnxruntime.
+It writes `results.json` here, each row with the commit that it ran on, and the table in
+`builder/README.md`; files of other exporters that WORK_FOLDER holds are used again. A case that
+has to be refused passes when it is refused in the words that it names, and one that has to work
+passes when its engine gives the tokens of the exporter's own model in onnxruntime.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from torch_export import export_torch
 from zoo import make_model
 
 from paged_trt.builder.huggingface import export_huggingface
+from paged_trt.scripts.results import commit
 
 NEW_TOKENS: Final = 33
 """The prefill's own token and 32 decode steps."""
@@ -203,7 +206,7 @@ def build_and_compare(
     code, text = _paged_trt("compare", *arguments, *decode)
     if not file.is_file():
         return {"result": "failed", "detail": f"compare: {_error_line(text)}"}
-    report = json.loads(file.read_text())
+    (report,) = json.loads(file.read_text())["reports"]
     sequences = [each for found in report["iterations"] for each in found["sequences"]]
     worst = max(sequences, key=lambda each: (each["max_difference"] or 0) / each["limit"])
     return {
@@ -220,7 +223,8 @@ def _export(case: Case, work: Path, optimum: str | None = None) -> Path:
     """The model file; made where it is not there from an earlier run."""
     folder = work / case.name.replace(", ", "-").replace(" ", "_")
     path = folder / "model.onnx"
-    if path.is_file():
+    # The direct export is ours, and changes with the tree.
+    if path.is_file() and case.tool != "direct":
         return path
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(case.family, dtype=case.dtype)
@@ -258,7 +262,8 @@ def _error_line(text: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of the packages that take part."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **packages}
 
 
 def _passed(row: dict[str, Any]) -> bool:
@@ -275,19 +280,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     rows = {row["name"]: row for row in before}
+    # Before anything is written here: the results do not make the tree another one.
+    ran_on = commit()
     passed = True
     for case in CASES:
         if options.only not in case.name or (case.tool == "optimum" and not options.optimum):
             continue
-        row = rows[case.name] = run_case(case, options.work, optimum=options.optimum)
+        row = run_case(case, options.work, optimum=options.optimum)
+        rows[case.name] = row = {**row, "commit": ran_on}
         passed &= _passed(row)
         verdict = "ok" if _passed(row) else "FAILED"
         print(f"{verdict:7}{case.name}: {row['result']} {row['detail']}", flush=True)  # noqa: T201
-    kept = [rows[case.name] for case in CASES if case.name in rows]
-    data = {"versions": versions(), "new_tokens": NEW_TOKENS, "rows": kept}
+        # After each row: a run that is stopped keeps what it has found.
+        _write([rows[case.name] for case in CASES if case.name in rows])
+    return 0 if passed else 1
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    data = {"versions": versions(), "new_tokens": NEW_TOKENS, "rows": rows}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     table.write(data)
-    return 0 if passed else 1
 
 
 if __name__ == "__main__":

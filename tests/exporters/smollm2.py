@@ -19,6 +19,7 @@ from torch_export import export_torch
 
 from paged_trt.builder.huggingface import export_huggingface
 from paged_trt.scripts.example_models import smollm2
+from paged_trt.scripts.results import commit
 
 RESULTS: Final = Path(__file__).with_name("smollm2.json")
 PROMPT_LENS: Final = "--prompt-lens=1,5,127,129"
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("gguf", type=Path)
     parser.add_argument("work", type=Path)
     options = parser.parse_args(arguments)
+    ran_on = commit()
     ours = options.work / "ours"
     smollm2.main([str(ours), "--gguf", str(options.gguf)], standalone_mode=False)
     model = _model(options.gguf)
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             export_huggingface(model, folder)
         rows.append({"tool": tool, **_compare(folder / "model.onnx", ours / "model.onnx")})
         print(rows[-1])  # noqa: T201
-    data = {"versions": matrix.versions(), "new_tokens": matrix.NEW_TOKENS, "rows": rows}
+    data = {"commit": ran_on, "versions": matrix.versions(), "new_tokens": matrix.NEW_TOKENS}
+    data |= {"rows": rows}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["result"] == "equal" for row in rows) else 1
 

@@ -21,7 +21,7 @@ from gpu.decode_cases import Case, Inputs, make_inputs
 from gpu.decode_device import DecodeStep
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.launch.kernels_decode import decode_candidates
+from paged_trt.plugins.launch.candidates import decode_candidates
 from paged_trt.plugins.launch.plans import Direct
 from paged_trt.plugins.launch.registry import KernelPath
 

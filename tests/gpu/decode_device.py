@@ -17,10 +17,10 @@ from paged_trt.plugins.device import launch_attributes
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import kernels_decode
+from paged_trt.plugins.launch.compiler import KernelCompiler
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 from paged_trt.plugins.launch.workspace import decode_workspace, plan_blocks
 from paged_trt.plugins.operands import Operand, StepShape
 
@@ -48,12 +48,8 @@ def load_kernel(source: str, name_expression: str) -> Any:
     """A compiled function in the current context. The module stays loaded."""
     from cuda.bindings import driver
 
-    cubin = cuda.compile_cubin(
-        f'#include "{source}"\n',
-        arch=arch(),
-        name_expressions=[name_expression],
-        include_directories=[KERNEL_DIRECTORY],
-    )
+    # Its cache on disk serves all workers of pytest-xdist and runs under compute-sanitizer.
+    cubin = KernelCompiler().compile(source, name_expression, arch=arch())
     module = check(driver.cuModuleLoadData(cubin.code))
     return check(driver.cuModuleGetFunction(module, cubin.names[name_expression].encode()))
 

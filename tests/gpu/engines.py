@@ -37,6 +37,7 @@ class ToyEngine:
     dialect: str = "attention23-past"
     logits: str = "last"
     greedy: bool = False
+    layer_outputs: bool = False
     window: int | None = None
     pool_pages: int | None = None
     max_batch_size: int = 4
@@ -94,6 +95,7 @@ def _build(toy: ToyEngine) -> Path:
         kv_scales=scales,
         logits=toy.logits,
         greedy_in_engine=toy.greedy,
+        layer_outputs=toy.layer_outputs,
         attention_plan=toy.plan,
     )
     build_engine_directory(BuildRequest(model=source / "model.onnx", target=target, config=config))

@@ -104,6 +104,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     return calls
 
 
+@pytest.mark.alone
 def test_pools_are_updated_where_they_are(seen: list[tuple[list[int], list[int]]]) -> None:
     """No copy: the plugin's pools, in and out, are the executor's own addresses."""
     toy = ToyEngine()
@@ -168,6 +169,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDriver]:
     return driver
 
 
+@pytest.mark.alone
 def test_a_steady_decode_step_is_two_copies_and_one_graph(counting: CountingDriver) -> None:
     executor = open_plan(ToyEngine().folder)
     try:

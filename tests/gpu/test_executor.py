@@ -15,7 +15,7 @@ from paged_trt.plugins.device import Stream, context_id, kept_device
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
-from paged_trt.plugins.launch.dispatch import LayerLauncher
+from paged_trt.plugins.launch.layer import LayerLauncher
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
@@ -74,6 +74,7 @@ def test_each_bucket_is_captured_once() -> None:
         executor.close()
 
 
+@pytest.mark.alone
 def test_close_gives_the_memory_back() -> None:
     free = []
     for _ in range(5):
@@ -86,6 +87,7 @@ def test_close_gives_the_memory_back() -> None:
     assert free[1] - free[-1] < 16 * MIB
 
 
+@pytest.mark.alone
 def test_a_pool_that_does_not_fit_is_named_and_leaves_nothing() -> None:
     toy = ToyEngine(pool_pages=3_000_000)  # 393 GB
     before = free_bytes()
@@ -222,6 +224,7 @@ def test_a_failure_inside_a_capture_falls_back_and_is_counted(
         executor.close()
 
 
+@pytest.mark.alone
 def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ TOYS = [
     ToyEngine(kv=DType.FLOAT8),
     ToyEngine(kv=DType.INT8),
     ToyEngine(logits="all"),
+    ToyEngine(layer_outputs=True),
+    ToyEngine(layer_outputs=True, activation=DType.BFLOAT16, kv=DType.INT8),
 ]
 
 
@@ -34,5 +36,7 @@ def test_every_layer_stores_what_the_reference_stores(toy: ToyEngine) -> None:
     finally:
         executor.close()
     assert report.passed, (report.first, report.tensors)
-    assert report.missing == (NO_ATTENTION,)
+    assert report.missing == (() if toy.layer_outputs else (NO_ATTENTION,))
+    attended = {each.name for each in report.tensors if each.name.startswith("attention")}
+    assert attended == ({"attention.0", "attention.1"} if toy.layer_outputs else set())
     assert {each.name for each in report.tensors} >= {"key.0", "value.1", "logits"}

@@ -12,7 +12,7 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
 from paged_trt.plugins.launch.plans import PlanSource
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.tuned import read_tuned, write_tuned
+from paged_trt.plugins.launch.tuned_file import read_tuned, write_tuned
 from paged_trt.plugins.launch.tuner import tune_request
 from paged_trt.plugins.launch.tuning_target import tuning_target
 from paged_trt.plugins.operands import StepShape

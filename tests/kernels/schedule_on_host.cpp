@@ -3,6 +3,7 @@
 // Input, as often as there is one: blocks columns window table_width num_seqs num_real, then
 // num_seqs lengths before the step; sequences from num_real on are padding. Output: a line of
 // "block sequence column first end first_block num_blocks index" per piece, then "done".
+// With any argument a piece counts as dear.
 #include <cstdio>
 #include <iostream>
 
@@ -15,9 +16,9 @@ struct Batch {
   const int* query_start_offsets;
 };
 
-static paged_trt::Schedule<Batch> schedule;
-
-int main() {
+template <int kPieceCost>
+void print_schedules() {
+  static paged_trt::Schedule<Batch, kPieceCost> schedule;
   int blocks, columns, num_real;
   Batch batch;
   while (std::cin >> blocks >> columns >> batch.window >> batch.table_width >> batch.num_seqs >>
@@ -39,5 +40,13 @@ int main() {
       }
     }
     std::puts("done");
+  }
+}
+
+int main(int count, char**) {
+  if (count > 1) {
+    print_schedules<paged_trt::kDearPieceCost>();
+  } else {
+    print_schedules<paged_trt::kUsualPieceCost>();
   }
 }

@@ -15,7 +15,7 @@ import pytest
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
-from paged_trt.plugins.launch.registry import Feature, KernelKey, KernelPath
+from paged_trt.plugins.launch.registry import Feature, KernelKey, KernelPath, KernelVariant
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 
 core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -165,6 +165,31 @@ def test_clusters_compile_where_they_exist(arch: str) -> None:
     check(compile_resources(kernel_build(key(CLUSTER, BF16, BF16, 128, 4)), arch), 255)
 
 
+# What `paged-trt bench plans` times and no engine runs.
+VARIANTS = [
+    (key(APPEND, BF16, FP8, 128, features=ROPE), KernelVariant(vector_stores=True, is_wide=True)),
+    (key(COUNTER, BF16, BF16, 256, 4), KernelVariant(is_wide=True)),
+    (key(COUNTER, BF16, FP8, 128, 4), KernelVariant(is_wide=True, warps=4, other_depth=True)),
+    (key(CLUSTER, BF16, BF16, 128, 8), KernelVariant(warps=4)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "variant"), VARIANTS, ids=name_of)
+def test_variants_stay_in_registers(kernel: KernelKey, variant: KernelVariant) -> None:
+    build = kernel_build(kernel, variant)
+    assert build.name_expression != kernel_build(kernel).name_expression
+    check(compile_resources(build, MAIN_ARCH), 255)
+
+
+def test_an_append_can_store_16_bytes_at_once(tmp_path: Path) -> None:
+    """Left alone, the compiler makes four stores of four bytes of each."""
+    build = kernel_build(key(APPEND, BF16, BF16, 128), KernelVariant(vector_stores=True))
+    listing = disassembled(compile_kernel(build, MAIN_ARCH)[0], tmp_path)
+    assert len(re.findall(r"STG\.E\.128 ", listing)) >= 4
+    # The counter of the decode behind.
+    assert len(re.findall(r"STG\.E ", listing)) == 1
+
+
 def check(resources: Resources, register_limit: int) -> None:
     assert resources.spill_bytes == 0
     assert resources.stack_bytes == 0
@@ -207,15 +232,9 @@ STEP_LIMITS = {BF16: 400, FP8: 540}
 def test_the_machine_code_loads_16_bytes_and_multiplies(
     path: KernelPath, kv: DType, tmp_path: Path
 ) -> None:
-    disassembler = find_disassembler()
-    if disassembler is None:
-        pytest.skip("nvdisasm is not installed; `pip install nvidia-cuda-nvdisasm`")
     code, resources = compile_kernel(kernel_build(key(path, BF16, kv, 128, 4)), MAIN_ARCH)
     check(resources, 250 if path in {DIRECT, BALANCED} else 200)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(code)
-    command = [disassembler, "-c", str(cubin)]
-    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    listing = disassembled(code, tmp_path)
     assert not re.findall(r"\b(?:LDL|STL)\b", listing)
     assert "ACQBULK" in listing  # waits for the kernel before
     loop = loop_of(listing)
@@ -228,6 +247,16 @@ def test_the_machine_code_loads_16_bytes_and_multiplies(
     assert len(loop) <= steps * STEP_LIMITS[kv]
     for other, mark in MARKS.items():
         assert bool(re.search(mark, listing)) == (MARKS.get(path) == MARKS[other])
+
+
+def disassembled(code: bytes, folder: Path) -> str:
+    disassembler = find_disassembler()
+    if disassembler is None:
+        pytest.skip("nvdisasm is not installed; `pip install nvidia-cuda-nvdisasm`")
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(code)
+    command = [disassembler, "-c", str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def find_disassembler() -> str | None:

@@ -98,6 +98,15 @@ def test_keys_without_a_kernel_are_refused(kernel: KernelKey) -> None:
         gather_build(kernel)
 
 
+@pytest.mark.parametrize("kv", [FP8, INT8], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("activation", [BF16, FP16], ids=lambda dtype: dtype.value)
+def test_every_element_is_exact_in_either_type(activation: DType, kv: DType) -> None:
+    """So gathering rounds nothing."""
+    numbers = np.arange(256, dtype=np.uint8).view(kv.numpy).astype(np.float32)
+    gathered = numbers.astype(activation.numpy).astype(np.float32)
+    assert np.array_equal(gathered, numbers, equal_nan=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """(New tokens, tokens before the step) of each sequence; padding has no new token."""
@@ -181,6 +190,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
     # One slot more than there is: nobody may write there.
     gathered = [np.full((batch.slots + 1, *shape), UNTOUCHED, np.uint16) for shape in shapes]
     named = np.full((len(batch.sequences) + 1, batch.table_width), UNTOUCHED, np.int32)
+    counter = np.full(2, UNTOUCHED, np.int32)
     new, past = (np.array(part, np.int32) for part in zip(*batch.sequences, strict=True))
     offsets, table = np.concatenate([[0], np.cumsum(new)]).astype(np.int32), batch.table()
     args = GatherArgs(
@@ -192,6 +202,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
         gathered_keys=gathered[0].ctypes.data,
         gathered_values=gathered[1].ctypes.data,
         gathered_table=named.ctypes.data,
+        tile_counter=counter.ctypes.data,
         num_seqs=len(batch.sequences),
         table_width=batch.table_width,
         num_pages=batch.num_pages,
@@ -200,6 +211,7 @@ def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:
     )
     function = library[f"gather_{batch.dims[0]}_{batch.dims[1]}"]
     function(ctypes.byref(args), batch.slots * batch.num_kv_heads)
+    assert counter.tolist() == [0, UNTOUCHED]
     assert (named[-1] == UNTOUCHED).all()
     assert all((pages[-1] == UNTOUCHED).all() for pages in gathered)
     return named[:-1], [pages[:-1] for pages in gathered], pools

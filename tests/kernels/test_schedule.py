@@ -71,10 +71,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def pieces_of(program: Path, batches: list[Batch]) -> list[list[Piece]]:
+def pieces_of(program: Path, batches: list[Batch], *arguments: str) -> list[list[Piece]]:
     text = "\n".join(batch.text for batch in batches)
     output = subprocess.run(
-        [program], input=text, check=True, capture_output=True, text=True, timeout=300
+        [program, *arguments], input=text, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     found: list[list[Piece]] = [[]]
     for line in output.splitlines():
@@ -133,6 +133,15 @@ def test_every_key_is_read_once_and_every_block_knows_its_neighbours(program: Pa
     batches = [random_batch(random_) for _ in range(40)]
     for batch, pieces in zip(batches, pieces_of(program, batches), strict=True):
         check(batch, pieces)
+
+
+def test_dear_pieces_are_fewer(program: Path) -> None:
+    random_ = random.Random(1)  # noqa: S311 - a fixed sample
+    batches = [random_batch(random_) for _ in range(10)]
+    usual, dear = pieces_of(program, batches), pieces_of(program, batches, "dear")
+    for batch, pieces in zip(batches, dear, strict=True):
+        check(batch, pieces)
+    assert sum(map(len, dear)) < sum(map(len, usual))
 
 
 def test_even_batches_are_not_cut_and_ragged_ones_are_shared_evenly(program: Path) -> None:

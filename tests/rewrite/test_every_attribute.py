@@ -177,6 +177,26 @@ REFUSED: Final[dict[str, dict[str, Change]]] = {
     },
 }
 """By operator and name: a value that the shapes, or the rest of the node, contradict."""
+OTHER_INPUTS: Final[dict[str, set[str]]] = {
+    # Query, key and value, caches, and what test_masks, test_refusals and test_runtime_dialects
+    # show to be proved or refused: masks, lengths, positions, slots.
+    "Attention": {"Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"},
+    "GroupQueryAttention": {
+        *("query", "key", "value", "past_key", "past_value"),
+        *("seqlens_k", "total_sequence_length", "position_ids"),
+    },
+    "MultiHeadAttention": {"query", "key", "value", "attention_bias", "past_key", "past_value"},
+    "PagedAttention of onnxruntime": {
+        *("query", "key", "value", "key_cache", "value_cache"),
+        *("cumulative_sequence_length", "past_seqlens", "block_table"),
+        *("slot_mapping", "attention_metadata"),
+    },
+    "PagedAttention": {
+        *("query", "key", "value", "key_pool", "value_pool"),
+        *("page_table", "query_start_offsets", "past_lens", "rope_cos_sin", "kv_scales"),
+    },
+}
+"""Inputs that are data of the step, by operator."""
 SET_BY_THE_ENGINE: Final = {"num_pages", "max_pages_per_seq", "max_batch_size"}
 DIALECT_OF: Final = {"Attention": "attention23-past", "MultiHeadAttention": "attention23-concat"}
 
@@ -243,6 +263,13 @@ def test_every_attribute_that_is_read_is_tested(operator: str) -> None:
     tested = CHANGES[operator].keys() | REFUSED[operator].keys()
     missing = SCHEMAS[operator].handled - tested
     assert missing == (SET_BY_THE_ENGINE if operator == "PagedAttention" else set())
+
+
+@pytest.mark.parametrize("operator", SCHEMAS)
+def test_every_input_is_accounted_for(operator: str) -> None:
+    schema = SCHEMAS[operator]
+    tested = CHANGES[operator].keys() | schema.refused_inputs.keys() | OTHER_INPUTS[operator]
+    assert set(schema.inputs) - tested == set()
 
 
 def test_what_belongs_to_the_engine_is_set_again(toys: Path, tmp_path: Path) -> None:

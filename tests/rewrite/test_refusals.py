@@ -138,6 +138,20 @@ def test_attention_without_cache(load: Load) -> None:
     assert "use_cache=True" in message
 
 
+def test_cache_cut_to_a_window(load: Load) -> None:
+    model = load("attention23-concat")
+    cache = variants.value_named(model, "past_key_values.1.key")
+    ((joined, _),) = [use for use in cache.uses() if use[0].op_type == "Concat"]
+    start, end, axis = (
+        variants.constant(model, f"window_{i}", np.array([number], np.int64))
+        for i, number in enumerate((-99, 2**62, 2))
+    )
+    variants.set_input(joined, 0, variants.add(model, "Slice", [cache, start, end, axis]))
+    message = refused(model)
+    assert f"Concat `{joined.name}`, whose first input `variant_Slice" in message
+    assert "`DynamicCache()` of transformers without a configuration" in message
+
+
 def test_no_mask(load: Load) -> None:
     model = load("attention23-past")
     variants.drop_mask(model)
@@ -153,6 +167,24 @@ def test_tiled_heads_are_no_repeated_heads(load: Load) -> None:
     times = variants.constant(model, "times", np.array([1, 2, 1, 1], np.int64))
     variants.set_input(node, 1, variants.add(model, "Tile", [present, times]))
     assert "repeat each head in place" in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "attributes", "words"),
+    [
+        (variants.three_dimensional_concat, {"kv_num_heads": 4}, "makes 2 heads, and the node"),
+        (variants.three_dimensional_repeated, {"kv_num_heads": 2}, "makes 4 heads, and the node"),
+        (variants.three_dimensional_repeated, {"kv_num_heads": 0}, "`kv_num_heads` is 0"),
+        (variants.three_dimensional_concat, {"q_num_heads": 8}, "8 heads of 64 need 512"),
+    ],
+)
+def test_heads_of_three_dimensional_operands(
+    load: Load, change: variants.Change, attributes: dict[str, int], words: str
+) -> None:
+    model = load("attention23-concat")
+    change(model)
+    variants.set_attributes(**attributes)(model)
+    assert words in refused(model)
 
 
 @pytest.mark.parametrize("dialect", ["attention23-past", "gqa"])
@@ -313,10 +345,36 @@ def test_type_of_ids(load: Load, dtype: ir.DataType) -> None:
     assert "INT64" in refused(model)
 
 
-def test_logits_of_one_token(load: Load) -> None:
-    model = load("gqa")
+@pytest.mark.parametrize("dialect", ["gqa", "attention23-concat"])
+def test_logits_of_one_token(load: Load, dialect: str) -> None:
+    model = load(dialect)
+    head = model.graph.outputs[0].producer()
+    start, end, axis = (
+        variants.constant(model, f"last_{i}", np.array([number], np.int64))
+        for i, number in enumerate((-1, 2**62, 1))
+    )
+    last = variants.add(model, "Slice", [head.inputs[0], start, end, axis])
+    variants.set_input(head, 0, last)
     model.graph.outputs[0].shape = ir.Shape(["batch_size", 1, 512])
-    assert "logits of all tokens" in refused(model)
+    message = refused(model)
+    assert "its shape is [batch_size,1,512], not [batch, tokens, vocabulary]" in message
+    assert "logits of all tokens (without `logits_to_keep`)" in message
+
+
+@pytest.mark.parametrize("shape", [[2, "sequence"], [1, 8], ["batch", 1]])
+@pytest.mark.parametrize("dialect", ["gqa", "attention23-concat"])
+def test_fixed_number_of_tokens(load: Load, dialect: str, shape: list[object]) -> None:
+    model = load(dialect)
+    variants.value_named(model, "input_ids").shape = ir.Shape(shape)
+    message = refused(model)
+    assert f"its shape is [{', '.join(map(str, shape))}], and a step holds any" in message
+    assert "dynamic_shapes" in message
+
+
+def test_batch_fixed_at_one(load: Load) -> None:
+    model = load("gqa")
+    variants.value_named(model, "input_ids").shape = ir.Shape([1, "sequence"])
+    assert len(survey(model).layers) == 2
 
 
 def test_no_attention_node(load: Load) -> None:

@@ -50,6 +50,7 @@ def write(tmp_path: Path) -> Write:
 CASES: dict[str, tuple[str, variants.Change, list[variants.Change]]] = {
     "paged": ("gqa", nothing, [runtime.paged]),
     "paged_head_norms": ("gqa", runtime.norm_nodes, [runtime.norm_inputs, runtime.paged]),
+    "paged_slots": ("gqa", nothing, [runtime.paged_slots]),
     "paged_window": ("gqa", runtime.window, [runtime.window, runtime.paged]),
     "head_norms": ("gqa", runtime.norm_nodes, [runtime.norm_inputs]),
     "windowed_cache": ("gqa", runtime.window, [runtime.windowed_cache]),
@@ -155,6 +156,14 @@ def test_paged_input(paged_model: ir.Model, name: str) -> None:
     index = runtime_paged.SCHEMA.inputs.index(name)
     variants.set_input(nodes(paged_model)[0], index, extra)
     assert f"`{name}`" in refused(paged_model)
+
+
+def test_slots_that_the_model_computes(paged_model: ir.Model) -> None:
+    slots = variants.constant(paged_model, "fixed_slots", np.ones(4, np.int32))
+    variants.set_input(nodes(paged_model)[0], 10, slots)
+    message = refused(paged_model)
+    assert "`slot_mapping` (`fixed_slots`) is computed" in message
+    assert "as a graph input" in message
 
 
 def test_paged_lengths_outside_attention(paged_model: ir.Model) -> None:

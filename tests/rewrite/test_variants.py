@@ -22,6 +22,8 @@ CASES = {
     "left_window": ("attention23-past", variants.left_window),
     "right_window": ("attention23-past", variants.right_window),
     "three_dimensional": ("attention23-past", variants.three_dimensional),
+    "three_dimensional_concat": ("attention23-concat", variants.three_dimensional_concat),
+    "three_dimensional_repeated": ("attention24-concat", variants.three_dimensional_repeated),
     "default_scale": ("attention23-past", variants.no_scale),
     "additive_infinity": ("attention23-concat", variants.additive_mask(-np.inf)),
     "additive_minimum": ("attention23-concat", variants.additive_mask(-65504.0)),
@@ -35,6 +37,8 @@ CASES = {
     "position_ids": ("gqa", variants.group_query_positions),
     "zero_scale": ("gqa", variants.set_attributes(scale=0.0)),
     "window_and_softcap": ("gqa", variants.set_attributes(local_window_size=9, softcap=2.0)),
+    "layers_that_differ": ("gqa", variants.layers_that_differ),
+    "layers_that_differ_split": ("gqa-split", variants.layers_that_differ),
     "scaled_logits": ("gqa", variants.scaled_logits),
 }
 
@@ -82,6 +86,19 @@ def test_attributes_reach_the_spec(tmp_path: Path) -> None:
     for layer in facts.layers:
         assert (layer.softmax_scale, layer.softcap, layer.window) == (0.25, 7.0, 33)
         assert (layer.rope, layer.rotary_dim) == (Rope.INTERLEAVED, 64)
+
+
+def test_layers_differ_in_the_spec(tmp_path: Path) -> None:
+    write_variant(tmp_path, "gqa", variants.layers_that_differ)
+    facts = survey(load_model(tmp_path / "dense" / "model.onnx"))
+    assert [(layer.num_q_heads, layer.num_kv_heads, layer.head_dim) for layer in facts.layers] == [
+        (4, 2, 64),
+        (8, 4, 32),
+    ]
+    assert [(layer.window, layer.rotary_dim) for layer in facts.layers] == [
+        (FULL_WINDOW, 64),
+        (9, 32),
+    ]
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, FULL_WINDOW), (1, 1), (5000, 5000)])

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from polling import PATIENCE_SECONDS
 from session.history_executor import HistoryExecutor
 from session.paged_toy import VOCAB, make_spec
 
 from paged_trt.plugins.errors import ConfigError, ExecutionError
+from paged_trt.plugins.kv import TOKENS_PER_PAGE
 from paged_trt.runtime.async_session import AsyncSession
+from paged_trt.runtime.executor import Executor, StepInputs
+from paged_trt.runtime.reference_executor import ReferenceExecutor
+from paged_trt.runtime.results import SessionStats
+from paged_trt.scripts.bench import serve
 from paged_trt.scripts.bench.serve import command
 from paged_trt.scripts.load import put_load
 from paged_trt.scripts.load_plot import main as draw
@@ -96,7 +104,36 @@ def test_traffic_that_cannot_be_is_refused(changes: dict[str, object], message: 
         make_traffic(options(**changes), NARROW)
 
 
-def test_every_token_of_every_request_is_noted() -> None:
+def let_pages_be_seen(monkeypatch: pytest.MonkeyPatch, executor: type) -> None:
+    """Hold steps that read pages until somebody looked at the pages in use, once in each session.
+
+    A busy machine may run all steps of a short request between two looks.
+    """
+    were_seen = threading.Event()
+    make, stats, step = AsyncSession.__init__, AsyncSession.stats, executor.step
+
+    def making(self: AsyncSession, *arguments: Any, **options: Any) -> None:
+        were_seen.clear()
+        make(self, *arguments, **options)
+
+    def looking(self: AsyncSession) -> SessionStats:
+        found = stats(self)
+        if found.pages_in_use:
+            were_seen.set()
+        return found
+
+    def stepping(self: Executor, inputs: StepInputs) -> Any:
+        if inputs.past_lens.any():
+            assert were_seen.wait(PATIENCE_SECONDS)
+        return step(self, inputs)
+
+    monkeypatch.setattr(AsyncSession, "__init__", making)
+    monkeypatch.setattr(AsyncSession, "stats", looking)
+    monkeypatch.setattr(executor, "step", stepping)
+
+
+def test_every_token_of_every_request_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_pages_be_seen(monkeypatch, HistoryExecutor)
     traffic = make_traffic(options(num_requests=30, rate=1000, length_scale=0.05), NARROW)
 
     async def run() -> None:
@@ -141,10 +178,14 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("engine")
     write_toy(folder, Dialect("attention23-past"))
-    return write_engine_dir(folder / "model.onnx", folder / "toy")
+    # Of requests that come together, the first has run its first page before the next one's turn.
+    return write_engine_dir(folder / "model.onnx", folder / "toy", max_num_tokens=TOKENS_PER_PAGE)
 
 
-def test_the_command_writes_a_results_file(engine_dir: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_results_file(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_pages_be_seen(monkeypatch, ReferenceExecutor)
     words = ["--executor=reference", "--rate=20", "--rate=40", "--requests=8"]
     sizes = ["--length-scale=0.02", "--shared-prefix=130"]
     output = tmp_path / "results.json"
@@ -158,7 +199,7 @@ def test_the_command_writes_a_results_file(engine_dir: Path, tmp_path: Path) -> 
         assert (row["requests"], row["failed"]) == (8, 0)
         assert row["first_token_ms"] <= row["first_token_ms_p90"] <= row["first_token_ms_p99"]
         # Each prompt but the first finds the page that all begin with.
-        assert row["prefix_hit_rate"] == pytest.approx(7 * 128 / row["prompt_tokens"])
+        assert row["prefix_hit_rate"] == pytest.approx(7 * TOKENS_PER_PAGE / row["prompt_tokens"])
         assert 0 < row["pages_in_use_max"] <= row["num_pages"]
         assert len(row["inter_token_ms_percentiles"]) == 101
         assert 0 < len(row["pages_in_use"]) <= 201
@@ -166,6 +207,26 @@ def test_the_command_writes_a_results_file(engine_dir: Path, tmp_path: Path) -> 
     assert len(table.splitlines()) == 4
     assert "0 of 8" in table
     assert json.loads(output.read_text())["schema"] == 1
+
+
+def test_a_rate_that_is_interrupted_takes_nothing_from_those_before(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, asked = serve._measure, []
+
+    async def measure_one(*arguments: object) -> object:
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return await measure(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serve, "_measure", measure_one)
+    words = ["--executor=reference", "--rate=40", "--rate=20", "--requests=2"]
+    output = tmp_path / "results.json"
+    words += ["--length-scale=0.02", "-o", str(output)]
+    done = CliRunner().invoke(command, [str(engine_dir), *words])
+    assert done.exit_code == 1
+    assert [row["rate"] for row in read_results(output).rows] == [40]
 
 
 def test_the_command_draws_a_picture(engine_dir: Path, tmp_path: Path) -> None:

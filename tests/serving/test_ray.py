@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ for name in ("ray.serve", "fastapi", "uvicorn", "prometheus_client", "jinja2", "
 
 import openai
 import ray
+from polling import PATIENCE_SECONDS, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from serving.toy_server import MODEL, greedy_texts, wait_until, write_toy_engine
+from serving.toy_server import MODEL, greedy_texts, write_toy_engine
 
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.scripts.server.ray_app import build, prefix_router
@@ -29,6 +32,9 @@ KEY = "a-key-of-the-tests"
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
+
+
+METRICS_PORT = free_port()
 
 
 def has_prefix_router() -> bool:
@@ -49,7 +55,13 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     key_file = tmp_path_factory.mktemp("key") / "key"
     key_file.write_text(KEY)
     port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        _metrics_export_port=METRICS_PORT,
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     arguments = {
         "engine_dir": str(engine_dir),
@@ -61,7 +73,7 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     serve.run(build(arguments), name="llm")
     url = f"http://127.0.0.1:{port}/v1"
-    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as found:
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_SECONDS) as found:
         yield found
     serve.shutdown()
     ray.shutdown()
@@ -70,7 +82,7 @@ def client(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def replica_stats() -> list[Any]:
     """Numbers of the replicas, each asked several times, for Ray chooses which one answers."""
     handle = serve.get_deployment_handle("engine", "llm")
-    return [handle.stats.remote().result(timeout_s=30) for _ in range(12)]
+    return [handle.stats.remote().result(timeout_s=PATIENCE_SECONDS) for _ in range(12)]
 
 
 def test_two_replicas_give_what_a_session_generates(
@@ -91,6 +103,27 @@ def test_two_replicas_give_what_a_session_generates(
     )
     assert conversation.usage is not None
     assert conversation.usage.completion_tokens == 12
+
+
+def test_metrics_are_those_of_ray_and_the_app_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="scrape each host's metrics port"):
+        client.get("../metrics", cast_to=object)
+    client.completions.create(model=MODEL, prompt="a", max_tokens=2)
+
+    def replicas() -> dict[str, float]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics") as answer:
+                text = answer.read().decode()
+        except OSError:  # Ray has not begun to listen
+            return {}
+        return {
+            sample.labels["replica"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "ray_paged_trt_new_tokens_total"
+        }
+
+    wait_until(lambda: len(replicas()) == 2 and max(replicas().values()) >= 2)
 
 
 def test_errors_keep_their_status_and_form(client: openai.OpenAI) -> None:
@@ -163,7 +196,7 @@ def test_an_application_that_is_taken_down_lets_its_requests_end(
     deleting = threading.Thread(target=serve.delete, args=("llm",))
     deleting.start()
     chunks = list(stream)
-    deleting.join(60)
+    deleting.join(PATIENCE_SECONDS)
     text += "".join(chunk.choices[0].text for chunk in chunks)
     assert text == greedy_texts(engine_dir, ["the long way"], 400)[0]
     assert chunks[-1].choices[0].finish_reason == "length"

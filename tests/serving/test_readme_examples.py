@@ -15,6 +15,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
     pytest.importorskip(name, reason=f"{name} of the extra `serve` or the group `test` is missing")
 
+from polling import PATIENCE_SECONDS
 from serving.toy_server import TEMPLATE, ToyServer, reciting
 
 from paged_trt.scripts.example_models.config import Dialect
@@ -47,7 +48,7 @@ def run(command: list[str], text: str, server: ToyServer) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
 
 import httpx2
 import openai
-from serving.toy_server import MODEL, greedy_texts, write_toy_engine
+from polling import PATIENCE_SECONDS, wait_until
+from serving.toy_server import MODEL, client_of, greedy_texts, write_toy_engine
 
 from paged_trt.scripts.cli import main
 from paged_trt.scripts.server.listen import check_reach, read_key
 
+GATED = str(Path(__file__).with_name("gated_child.py"))
 ASK: Any = {"model": MODEL, "prompt": "The capital", "temperature": 0}
 
 
@@ -37,10 +39,13 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(
-    engine_dir: Path, *options: str, environment: dict[str, str] | None = None
+    engine_dir: Path,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    program: Sequence[str] = ("-m", "paged_trt.scripts.cli"),
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address."""
-    command = [sys.executable, "-m", "paged_trt.scripts.cli", "serve", str(engine_dir)]
+    command = [sys.executable, *program, "serve", str(engine_dir)]
     words = ["--executor=reference", "--port=0", *options]
     with subprocess.Popen(
         [*command, *words],
@@ -63,22 +68,29 @@ def serving(
             process.kill()
 
 
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
+def is_reached(url: str) -> bool:
+    """Whether the server still takes connections: it does not once it has taken a signal."""
+    address = urllib.parse.urlsplit(url)
+    try:
+        socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
-    ("drain", "number"), [(30, signal.SIGTERM), (30, signal.SIGINT), (0, signal.SIGTERM)]
+    ("drain", "number"),
+    [(PATIENCE_SECONDS, signal.SIGTERM), (PATIENCE_SECONDS, signal.SIGINT), (0, signal.SIGTERM)],
 )
 def test_a_signal_lets_open_requests_end(
-    engine_dir: Path, drain: int, number: signal.Signals
+    engine_dir: Path, drain: float, number: signal.Signals
 ) -> None:
+    when = "drains" if drain else "ends"
     with (
-        serving(engine_dir, f"--drain-seconds={drain}") as (process, url),
+        serving(engine_dir, f"--drain-seconds={drain}", program=(GATED, when)) as (process, url),
         client_of(url) as client,
     ):
-        # What is not waited for must be long enough not to end by itself.
-        ask = {**ASK, "max_tokens": 80 if drain else 480}
+        ask = {**ASK, "max_tokens": 80}
         stream = client.completions.create(**ask, stream=True)
         text = next(iter(stream)).choices[0].text
         process.send_signal(number)
@@ -90,22 +102,28 @@ def test_a_signal_lets_open_requests_end(
         else:
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
 
 def test_a_second_interrupt_does_not_wait(engine_dir: Path) -> None:
-    with serving(engine_dir, "--drain-seconds=60") as (process, url), client_of(url) as client:
-        stream = iter(client.completions.create(**ASK, max_tokens=500, stream=True))
+    with (
+        serving(engine_dir, f"--drain-seconds={PATIENCE_SECONDS}", program=(GATED, "ends")) as (
+            process,
+            url,
+        ),
+        client_of(url) as client,
+    ):
+        stream = iter(client.completions.create(**ASK, max_tokens=80, stream=True))
         next(stream)
         process.send_signal(signal.SIGINT)
         # Two signals that are sent at once may arrive as one.
-        time.sleep(0.05)
+        wait_until(lambda: not is_reached(url))
         process.send_signal(signal.SIGINT)
         with pytest.raises((openai.APIError, httpx2.HTTPError)):
             list(stream)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_the_key_comes_from_a_variable_that_the_user_names(engine_dir: Path) -> None:

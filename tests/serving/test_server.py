@@ -19,8 +19,16 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2", "openai"):
     pytest.importorskip(name, reason=f"{name} of the extra `serve` or the group `test` is missing")
 
 import openai
+from polling import PATIENCE_SECONDS, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from serving.toy_server import MODEL, Reciter, ToyServer, pages_are_free, reciting, wait_until
+from serving.toy_server import (
+    MODEL,
+    Reciter,
+    ToyServer,
+    note_cancel,
+    pages_are_free,
+    reciting,
+)
 
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.runtime.executor import StepInputs
@@ -65,6 +73,11 @@ def executor_of(server: ToyServer) -> Reciter:
     return executor
 
 
+def connect(server: ToyServer) -> http.client.HTTPConnection:
+    address = server.url.removeprefix("http://")
+    return http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)
+
+
 def request(
     server: ToyServer,
     path: str = "/v1/completions",
@@ -73,7 +86,7 @@ def request(
     headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
     """Status, JSON and headers of a raw request."""
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = connect(server)
     try:
         method = "GET" if body is None else "POST"
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -195,7 +208,7 @@ def test_a_body_that_is_no_request_is_refused_in_the_form_of_the_api(
 
 def test_a_body_of_unknown_length_is_counted(serve: Callable[..., ToyServer]) -> None:
     with serve(max_body_bytes=1000) as server:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        connection = connect(server)
         headers = {"Content-Type": "application/json"}
         parts = iter([b" " * 600] * 2)
         connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
@@ -245,7 +258,7 @@ def test_a_limit_that_the_client_chose_is_never_cut(
 def test_a_full_queue_refuses_one_more(serve: Callable[..., ToyServer]) -> None:
     with serve(max_batch_size=1, max_waiting=1) as server, server.client() as client:
         executor = executor_of(server)
-        executor.may_step.clear()
+        executor.gate.close()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             first = pool.submit(client.completions.create, **ASK)
             wait_until(lambda: server.service.session.stats().pages_in_use == 1)
@@ -255,17 +268,18 @@ def test_a_full_queue_refuses_one_more(serve: Callable[..., ToyServer]) -> None:
                 client.completions.create(**ASK)
             assert caught.value.response.headers["Retry-After"] == "1"
             assert caught.value.code == "PTRT-S002"
-            executor.may_step.set()
+            executor.gate.open()
             assert first.result().choices[0].text == TEXT
             assert second.result().choices[0].text == TEXT
 
 
 def test_a_client_that_does_not_wait_for_its_answer_frees_its_pages(
-    serve: Callable[..., ToyServer],
+    serve: Callable[..., ToyServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve() as server:
+        was_cancelled = note_cancel(server.service.session, monkeypatch)
         executor = executor_of(server)
-        executor.may_step.clear()
+        executor.gate.close()
         body = json.dumps(ASK).encode()
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
             raw.sendall(
@@ -274,7 +288,8 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_its_pages(
                 + body
             )
             wait_until(lambda: server.service.session.stats().pages_in_use == 1)
-        executor.may_step.set()
+        assert was_cancelled.wait(PATIENCE_SECONDS)
+        executor.gate.open()
         wait_until(lambda: pages_are_free(server.service))
         assert server.service.session.stats().cancelled == 1
 
@@ -351,6 +366,8 @@ def test_a_template_that_loops_hangs_no_server(tokenizer_dir: Path, tmp_path: Pa
             assert client.completions.create(**ASK).choices[0].text == TEXT
             with pytest.raises(openai.BadRequestError, match=r"took over 0\.5 s"):
                 looping.result()
+        # The limit is short for what never comes, and this must come.
+        service._template._seconds = PATIENCE_SECONDS  # type: ignore[union-attr]
         assert client.chat.completions.create(**CHAT).choices[0].message.content == TEXT
 
 
@@ -366,20 +383,33 @@ def test_a_model_without_a_template_has_no_conversations(
         assert client.completions.create(**ASK).choices[0].text == TEXT
 
 
-def test_metrics_count_what_happened(serve: Callable[..., ToyServer]) -> None:
+def scraped(server: ToyServer) -> dict[tuple[str, ...], float]:
+    """Values by name and labels."""
+    connection = connect(server)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_happened(
+    serve: Callable[..., ToyServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve() as server, server.client() as client:
         client.completions.create(**ASK)
+        was_cancelled = note_cancel(server.service.session, monkeypatch)
+        gate = executor_of(server).gate
+        gate.close(free_steps=len("One, two"))
         streamed(client, stop="two")
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-        wait_until(lambda: pages_are_free(server.service))
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        samples = {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        assert was_cancelled.wait(PATIENCE_SECONDS)
+        gate.open()
+        # A request that is cancelled is told of after its pages are free.
+        wait_until(lambda: ("paged_trt_requests_total", "cancelled") in scraped(server))
+        samples = scraped(server)
         assert samples["paged_trt_requests_total", "stop"] == 1
         assert samples["paged_trt_requests_total", "cancelled"] == 1
         assert samples["paged_trt_time_to_first_token_seconds_count",] == 2
@@ -388,14 +418,14 @@ def test_metrics_count_what_happened(serve: Callable[..., ToyServer]) -> None:
         assert samples["paged_trt_new_tokens_total",] > len(TEXT.encode())
 
 
-@pytest.mark.parametrize("seconds", [30.0, 0.0])
+@pytest.mark.parametrize("seconds", [PATIENCE_SECONDS, 0.0])
 def test_shutting_down_ends_every_request_with_its_text_or_an_error(
     serve: Callable[..., ToyServer], seconds: float
 ) -> None:
     with serve(max_batch_size=1) as server, server.client() as client:
         executor = executor_of(server)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            executor.may_step.clear()
+            executor.gate.close()
             stream = pool.submit(streamed, client)
             whole = [pool.submit(client.completions.create, **ASK) for _ in range(2)]
             wait_until(lambda: server.service.session.stats().sequences == 3)
@@ -406,8 +436,10 @@ def test_shutting_down_ends_every_request_with_its_text_or_an_error(
                 client.completions.create(**ASK)
             assert caught.value.status_code == 503
             assert request(server, "/health")[0] == 503
-            executor.may_step.set()
-            closing.join(30)
+            session = server.service.session
+            wait_until(lambda: session._is_closing and session._drains == (seconds > 0))
+            executor.gate.open()
+            closing.join(PATIENCE_SECONDS)
             if seconds:
                 assert "".join(text for text, _ in stream.result()) == TEXT
                 assert [each.result().choices[0].text for each in whole] == [TEXT, TEXT]

@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import openai
+import pytest
 import uvicorn
 from engine_dirs import write_engine_dir
+from polling import PATIENCE_SECONDS, wait_until
+from session.gated_executor import StepGate
 from session.history_executor import HistoryExecutor
 from session.paged_toy import make_spec
 
 from paged_trt.plugins.errors import ExecutionError
+from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.engine import load_engine
 from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.session import Session
@@ -48,8 +51,7 @@ def write_toy_engine(folder: Path, **limits: Any) -> Path:
 class Reciter(HistoryExecutor):
     """Answers every prompt that ends with `|` with one text, and then the end token.
 
-    A step waits while `may_step` is clear, and from step `failing_step` on every one fails.
-    Tokens are bytes.
+    Steps go through `gate`, and from step `failing_step` on every one fails. Tokens are bytes.
     """
 
     name = "reciter"
@@ -58,12 +60,11 @@ class Reciter(HistoryExecutor):
         spec = make_spec(capacity=capacity, max_batch_size=max_batch_size)
         super().__init__(dataclasses.replace(spec, vocab_size=TOY.vocab_size))
         self._tokens = [*text.encode(), TOY.eos_token_id]
-        self.may_step = threading.Event()
-        self.may_step.set()
+        self.gate = StepGate()
         self.failing_step: int | None = None
 
     def step(self, inputs: StepInputs) -> npt.NDArray[Any]:
-        self.may_step.wait(30)
+        self.gate.go_through()
         if self.failing_step is not None and len(self.shapes) >= self.failing_step:
             self.failure = ExecutionError("the device is gone")
         logits = super().step(inputs)
@@ -103,13 +104,13 @@ class ToyServer:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(PATIENCE_SECONDS)
         self._bound.close()
         assert not self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something in the server's event loop, and wait for it."""
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_SECONDS)
 
     def _serve(self) -> None:
         with contextlib.closing(self._loop):
@@ -117,7 +118,12 @@ class ToyServer:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+        return client_of(f"{self.url}/v1", key)
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    """The official client of the API at an address."""
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_SECONDS)
 
 
 def reciting(text: str, tokenizer_of: Path, **options: Any) -> LocalService:
@@ -127,12 +133,16 @@ def reciting(text: str, tokenizer_of: Path, **options: Any) -> LocalService:
     return LocalService(executor, Tokenizer(tokenizer_of), **{"model_name": MODEL, **options})
 
 
-def wait_until(condition: Any, seconds: float = 30) -> None:
-    """Poll until something is so; a hang fails here."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be so"
-        time.sleep(0.01)
+def note_cancel(session: AsyncSession, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set once a request was cancelled: what the server does with one that nobody reads."""
+    cancel, was_called = session.cancel, threading.Event()
+
+    def noting(request_id: str) -> None:
+        cancel(request_id)
+        was_called.set()
+
+    monkeypatch.setattr(session, "cancel", noting)
+    return was_called
 
 
 def pages_are_free(service: LocalService) -> bool:

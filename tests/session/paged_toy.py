@@ -18,7 +18,7 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import OP_DOMAIN, OP_TYPE, OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.reference import paged_attention_function
-from paged_trt.plugins.tensors import EngineSpec, LogitsMode, kv_scales_name
+from paged_trt.plugins.tensors import EngineSpec, LogitsMode, attention_name, kv_scales_name
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 32, 4, 2, 16, 96
@@ -37,6 +37,7 @@ def make_spec(
     max_num_tokens: int = 320,
     windows: tuple[int, ...] = (FULL_WINDOW,) * LAYERS,
     greedy_in_engine: bool = False,
+    layer_outputs: bool = False,
 ) -> EngineSpec:
     attention = AttentionSpec(
         num_q_heads=HEADS,
@@ -63,6 +64,7 @@ def make_spec(
         max_num_tokens=max_num_tokens,
         reads_position_ids=False,
         greedy_in_engine=greedy_in_engine,
+        layer_outputs=layer_outputs,
     )
 
 
@@ -174,14 +176,14 @@ def _paged_layer(graph: _Graph, spec: EngineSpec, layer: int, hidden: str) -> st
         helper.make_node(
             OP_TYPE,
             inputs,
-            [f"attended.{layer}", f"key_pool_out.{layer}", f"value_pool_out.{layer}"],
+            [attention_name(layer), f"key_pool_out.{layer}", f"value_pool_out.{layer}"],
             domain=OP_DOMAIN,
             overload=spec.kv_cache_dtype.value,
             **operator.to_attributes(),
         )
     )
     shape = graph.constant(f"flat_shape.{layer}", [-1, HEADS * HEAD_DIM])
-    flat = graph.op("Reshape", [f"attended.{layer}", shape], f"flat.{layer}")
+    flat = graph.op("Reshape", [attention_name(layer), shape], f"flat.{layer}")
     projected = graph.op("MatMul", [flat, f"o.{layer}"], f"projected.{layer}")
     return graph.op("Add", [hidden, projected], f"hidden.{layer}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -12,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from polling import PATIENCE_SECONDS, wait_until
+from session.gated_executor import Gated
 from session.history_executor import HistoryExecutor, continuation
 from session.paged_toy import VOCAB, make_spec, prompt_of
 
@@ -24,27 +25,10 @@ from paged_trt.plugins.errors import (
 )
 from paged_trt.runtime.async_session import AsyncSession, TokenEvents
 from paged_trt.runtime.core import EngineCore
-from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.requests import GenerationRequest, SamplingSpec, TokenEvent
 from paged_trt.runtime.session import Session
 
 SPEC = make_spec(max_batch_size=4)
-
-
-class Gated(HistoryExecutor):
-    """Runs a step only when the gate is open, so that a test says when."""
-
-    def __init__(self, *, is_open: bool = True) -> None:
-        super().__init__(SPEC)
-        self.gate = threading.Event()
-        self.waits = threading.Event()
-        if is_open:
-            self.gate.set()
-
-    def step(self, inputs: StepInputs) -> Any:
-        self.waits.set()
-        assert self.gate.wait(20)
-        return super().step(inputs)
 
 
 def request(name: str, prompt: list[int], count: int = 4, **options: Any) -> GenerationRequest:
@@ -68,12 +52,12 @@ def run(
     **options: Any,
 ) -> None:
     """Run a test in a session, close it, and see that nothing is left."""
-    core = engine if isinstance(engine, EngineCore) else EngineCore(engine or Gated())
+    core = engine if isinstance(engine, EngineCore) else EngineCore(engine or HistoryExecutor(SPEC))
 
     async def whole() -> None:
         session = AsyncSession(core, **options)
         try:
-            await asyncio.wait_for(main(session), 30)
+            await asyncio.wait_for(main(session), PATIENCE_SECONDS)
         finally:
             await session.aclose()
         stats = session.stats()
@@ -121,6 +105,8 @@ def test_stop_tokens_of_the_session_and_of_a_request() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "task"])
 def test_a_client_that_leaves_frees_its_pages(how: str) -> None:
+    executor = Gated(SPEC, free_steps=1)
+
     async def main(session: AsyncSession) -> None:
         stream = session.stream(request("leaver", prompt_of(200), 180))
         other = asyncio.create_task(collect(session.stream(request("other", [1, 2], 100))))
@@ -128,26 +114,29 @@ def test_a_client_that_leaves_frees_its_pages(how: str) -> None:
         if how == "cancel":
             session.cancel("leaver")
             session.cancel("nobody")
-            assert (await collect(stream))[-1].finish_reason == "cancelled"
         elif how == "close":
             await stream.aclose()
         else:
             reader = asyncio.create_task(collect(stream))
+            # Once it runs it waits: no second token comes through the gate.
             await asyncio.sleep(0)
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with pytest.raises(asyncio.CancelledError):
                 await reader
+        executor.gate.open()
+        if how == "cancel":
+            assert (await collect(stream))[-1].finish_reason == "cancelled"
         assert tokens_of(await other) == continuation([1, 2], 100, VOCAB)
         assert session.stats().cancelled == 1
         # Its id can be used again.
         assert len(await collect(session.stream(request("leaver", [1], 2)))) == 2
 
-    run(main)
+    run(main, executor)
 
 
 @pytest.mark.parametrize("how", ["close", "lose"])
 def test_a_stream_that_nobody_began_to_read_is_cancelled(how: str) -> None:
-    executor = Gated(is_open=False)
+    executor = Gated(SPEC)
 
     async def main(session: AsyncSession) -> None:
         stream = session.stream(request("leaver", prompt_of(200), 180))
@@ -157,7 +146,7 @@ def test_a_stream_that_nobody_began_to_read_is_cancelled(how: str) -> None:
                 await anext(stream)
         del stream
         await asyncio.sleep(0)
-        executor.gate.set()
+        executor.gate.open()
         await collect(session.stream(request("other", [1], 2)))
         assert session.stats().cancelled == 1
         assert session.stats().sequences == 0
@@ -166,13 +155,13 @@ def test_a_stream_that_nobody_began_to_read_is_cancelled(how: str) -> None:
 
 
 def test_a_waiting_request_can_be_cancelled() -> None:
-    executor = Gated(is_open=False)
+    executor = Gated(SPEC)
 
     async def main(session: AsyncSession) -> None:
         streams = [session.stream(request(f"{i}", [i + 1], 2)) for i in range(6)]
-        await asyncio.to_thread(executor.waits.wait)
+        await asyncio.to_thread(executor.gate.wait_for_step)
         session.cancel("5")
-        executor.gate.set()
+        executor.gate.open()
         events = await asyncio.gather(*map(collect, streams))
         assert [each[-1].finish_reason for each in events] == ["length"] * 5 + ["cancelled"]
         assert tokens_of(events[5]) == ()
@@ -181,7 +170,7 @@ def test_a_waiting_request_can_be_cancelled() -> None:
 
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
-    executor = Gated(is_open=False)
+    executor = Gated(SPEC)
 
     async def main(session: AsyncSession) -> None:
         with pytest.raises(SequenceError, match="a prompt of 0 tokens"):
@@ -191,13 +180,13 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
         with pytest.raises(UnsupportedError, match="runs no adapters; leave out `poet`"):
             session.stream(request("a", [1], adapter="poet"))
         streams = [session.stream(request("0", [1]))]
-        await asyncio.to_thread(executor.waits.wait)
+        await asyncio.to_thread(executor.gate.wait_for_step)
         with pytest.raises(SequenceError, match="request `0` is open already"):
             session.stream(request("0", [1]))
         streams += [session.stream(request(f"{i}", [1])) for i in range(1, 5)]
         with pytest.raises(QueueFullError, match="4 sequences wait and max_waiting=4"):
             session.stream(request("5", [1]))
-        executor.gate.set()
+        executor.gate.open()
         await asyncio.gather(*map(collect, streams))
         await session.aclose()
         with pytest.raises(SequenceError, match="the session is closed"):
@@ -208,7 +197,7 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("failure", [ExecutionError("broken"), ZeroDivisionError("odd")])
 def test_a_failing_step_ends_its_requests_and_later_ones_go_on(failure: Exception) -> None:
-    executor = Gated()
+    executor = HistoryExecutor(SPEC)
 
     async def main(session: AsyncSession) -> None:
         executor.failure = failure
@@ -226,14 +215,15 @@ def test_a_failing_step_ends_its_requests_and_later_ones_go_on(failure: Exceptio
 
 
 def test_closing_ends_every_open_request() -> None:
-    executor = Gated(is_open=False)
+    executor = Gated(SPEC)
 
     async def main(session: AsyncSession) -> None:
         streams = [session.stream(request(f"{i}", [i + 1], 300)) for i in range(8)]
-        await asyncio.to_thread(executor.waits.wait)
+        await asyncio.to_thread(executor.gate.wait_for_step)
         closing = asyncio.create_task(session.aclose())
-        await asyncio.sleep(0.01)
-        executor.gate.set()
+        # The task says that it closes before it waits for anything.
+        await asyncio.sleep(0)
+        executor.gate.open()
         events = await asyncio.gather(*map(collect, streams))
         assert {each[-1].finish_reason for each in events} == {"cancelled"}
         await closing
@@ -267,20 +257,30 @@ def test_the_end_of_a_request_is_logged_with_its_fields(caplog: pytest.LogCaptur
 
 
 def test_a_core_that_somebody_else_closes_ends_them_with_an_error() -> None:
-    core = EngineCore(Gated())
+    executor = Gated(SPEC, free_steps=1)
+    core = EngineCore(executor)
 
     async def main(session: AsyncSession) -> None:
         stream = session.stream(request("a", [1], 380))
         await anext(stream)
-        await asyncio.to_thread(core.close)
-        last = (await collect(stream))[-1]
-        assert last.finish_reason == "error"
-        assert "closed" in str(last.error)
+        await asyncio.to_thread(executor.gate.wait_for_step)
+        closing = threading.Thread(target=core.close, daemon=True)
+        closing.start()
+        wait_until(lambda: core._lock.is_waited_for)
+        executor.gate.open()
+        events = await collect(stream)
+        # The token of the step that ran when it came, and no further one.
+        assert len(tokens_of(events)) == 1
+        assert events[-1].finish_reason == "error"
+        assert "closed" in str(events[-1].error)
+        await asyncio.to_thread(closing.join)
 
     run(main, core)
 
 
 def test_sigterm_with_requests_in_flight() -> None:
+    executor = Gated(SPEC, free_steps=1)
+
     async def main(session: AsyncSession) -> None:
         loop = asyncio.get_running_loop()
         closing: list[asyncio.Task[None]] = []
@@ -291,13 +291,16 @@ def test_sigterm_with_requests_in_flight() -> None:
             streams = [session.stream(request(f"{i}", [i + 1], 350)) for i in range(9)]
             await anext(streams[0])
             os.kill(os.getpid(), signal.SIGTERM)
+            while not session._is_closing:
+                await asyncio.sleep(0)
+            executor.gate.open()
             events = await asyncio.gather(*map(collect, streams))
             assert {each[-1].finish_reason for each in events} == {"cancelled"}
             await closing[0]
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
 
-    run(main)
+    run(main, executor)
 
 
 def test_ten_thousand_requests_wait_and_end() -> None:
@@ -319,7 +322,7 @@ def test_ten_thousand_requests_wait_and_end() -> None:
 
 
 def test_an_event_loop_that_is_gone_disturbs_nobody() -> None:
-    executor = Gated(is_open=False)
+    executor = Gated(SPEC)
     core = EngineCore(executor)
     session = AsyncSession(core)
 
@@ -327,7 +330,7 @@ def test_an_event_loop_that_is_gone_disturbs_nobody() -> None:
         return session.stream(request("gone", [1], 5))
 
     stream = asyncio.run(leave())
-    executor.gate.set()
+    executor.gate.open()
 
     async def stay() -> None:
         events = await collect(session.stream(request("here", [2], 5)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -81,8 +82,9 @@ def test_steps_that_draw_where_the_logits_are_count(
 
 
 def test_the_executor_is_closed_where_the_record_cannot_be_written(
-    engine: Path, tmp_path: Path
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(snapshots, "WRITE_SECONDS", math.inf)
     folder = tmp_path / "gone"
     folder.mkdir()
     executor = load_engine(engine, "reference")

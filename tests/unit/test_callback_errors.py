@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from paged_trt.plugins.callback_errors import CallbackErrors
+import pytest
+
+from paged_trt.plugins.callback_errors import (
+    CALLBACK_ERRORS,
+    CallbackErrors,
+    keep_where_watched,
+)
 
 
 def test_a_watch_takes_the_first_error_and_leaves_no_trace() -> None:
@@ -58,3 +64,17 @@ def test_a_step_of_another_thread_takes_no_error_away() -> None:
         thread.join()
     assert seen == [False, True]
     assert str(watch.first) == "mine"
+
+
+def test_an_error_that_nobody_watches_for_is_raised() -> None:
+    error = ValueError("unseen")
+    with CALLBACK_ERRORS.watched() as watch:
+        keep_where_watched(error)
+    assert watch.first is error
+    assert CALLBACK_ERRORS.first is None
+    try:
+        with pytest.raises(ValueError, match="unseen") as caught:
+            keep_where_watched(error)
+        assert caught.value is CALLBACK_ERRORS.first
+    finally:
+        CALLBACK_ERRORS.clear()

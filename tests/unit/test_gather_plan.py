@@ -18,6 +18,7 @@ from unit.test_prefill_plan import make_request
 from paged_trt.plugins.attention import Rope
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import gather
 from paged_trt.plugins.launch.dispatch import kernel_paths
@@ -42,10 +43,12 @@ from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.tuned import RequestKey, TunedPlan, TunedPlans
 from paged_trt.plugins.launch.tuner import engine_requests, tune_request
 from paged_trt.plugins.operands import Operand
+from paged_trt.plugins.plugin_spec import PluginSpec
+from paged_trt.plugins.trt import Route
 from paged_trt.scripts.kernel_bench import ours
 from paged_trt.scripts.kernel_bench.cells import Family, cells_of
-from paged_trt.scripts.tune import describe
 from paged_trt.scripts.tune_device import keys_of, step_sizes
+from paged_trt.scripts.tune_report import describe
 
 FP8, INT8 = DType.FLOAT8, DType.INT8
 AUTO, EXPLICIT = PolicyPlanner(explicit=None), PolicyPlanner(explicit=Gather())
@@ -214,9 +217,21 @@ def test_a_plan_that_nothing_follows_is_refused_by_the_build() -> None:
         require_affordable(Gather(), [request_of(head_dim=96, value_head_dim=96)])
 
 
-def test_its_text_is_read_back() -> None:
-    assert parse_attention_plan("gather") == Gather()
-    assert str(Gather()) == "gather"
+@pytest.mark.parametrize(
+    "text", ["auto", "direct", "balanced", "gather", "cluster:4", "counter:9", "split:256:0"]
+)
+def test_plans_are_read_back_from_a_text_and_from_an_engine(text: str) -> None:
+    plan = parse_attention_plan(text)
+    assert text == ("auto" if plan is None else str(plan))
+    spec = PluginSpec(
+        operator=OperatorSpec(pool=POOL, attention=request_of().attention),
+        activation_dtype=DType.BFLOAT16,
+        kv_cache_dtype=FP8,
+        attention_plan=plan,
+        route=Route.PLUGIN,
+    )
+    fields = {name: array.item() for name, array in spec.to_fields().items()}
+    assert PluginSpec.from_fields(fields, where="test") == spec
 
 
 @st.composite
@@ -279,6 +294,7 @@ def test_every_argument_is_exact() -> None:
     assert gathered.args == {
         **{name: places[name] for name in pools},
         "gathered_keys": keys, "gathered_values": values, "gathered_table": table,
+        "tile_counter": table + 256,
         "num_seqs": 1, "table_width": 64, "num_pages": POOL.num_pages, "num_kv_heads": 8,
         "window": 2000,
     }  # fmt: skip
@@ -292,16 +308,19 @@ def test_every_argument_is_exact() -> None:
     assert maps.calls[-2:] == [
         (keys, DType.BFLOAT16, shape, 128), (values, DType.BFLOAT16, shape, 128)
     ]  # fmt: skip
-    # The counter lies behind the table, and is cleared before anything runs.
+    # The counter lies behind the table; the gather kernel clears it.
     assert args["tile_counter"] == table + 256
-    assert driver.clears == [(table + 256, 0, 1, 9)]
+    assert driver.clears == []
     assert table + 256 + 4 == ADDRESSES.workspace + workspace.num_bytes
 
 
 def test_a_windowed_step_has_a_slot_for_what_it_sees() -> None:
     driver = FakeDriver()
     request = request_of(300, 2, 64, window=200)
-    prepare(driver, Maps(), request, Gather()).launch(0)
+    step = prepare(driver, Maps(), request, Gather())
+    step.bind(ADDRESSES)
+    step.launch(0)
+    assert driver.launches[2].args["tile_counter"] == 0  # few tiles are dealt out
     assert driver.launches[1].grid == (gather_workspace(request).pages * 8, 1, 1)
     assert gather_workspace(request).pages == (300 + 2 * 325) // 128 + 2 == 9
     assert driver.launches[2].args["num_pages"] == 9

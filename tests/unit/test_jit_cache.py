@@ -104,6 +104,26 @@ def test_kernels_of_another_device_are_compiled_again(
     assert "of another device or driver" in caplog.text
 
 
+def test_a_cache_that_rtx_cannot_read_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, kernels = opened(tmp_path)
+    kernels.held = b"machine code"
+    cache.save()
+
+    def refuse(self: Kernels, data: bytes) -> bool:
+        raise RuntimeError("bad format")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernels, "deserialize", refuse)
+        again, found = opened(tmp_path)
+    assert not again.was_found
+    assert caplog.text.count("bad format") == 1
+    found.held = b"newer code"
+    again.save()
+    assert opened(tmp_path)[1].held == b"newer code"
+
+
 def test_a_directory_that_others_may_write_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

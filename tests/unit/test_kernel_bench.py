@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -285,8 +284,7 @@ def test_results_are_written_and_read(tmp_path: Path) -> None:
     path = results_path(tmp_path, results)
     results.write(path)
     assert read_results(path) == results
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    assert path.name == f"decode-nvidia-h200-{today:%Y%m%d}.json"
+    assert path.name == f"decode-nvidia-h200-{results.date:%Y%m%d}.json"
     assert results_path(tmp_path, results).name.endswith("-2.json")
     assert json.loads(path.read_text())["schema"] == 1
 

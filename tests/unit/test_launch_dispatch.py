@@ -14,10 +14,11 @@ from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
-from paged_trt.plugins.launch import args, dispatch
-from paged_trt.plugins.launch.dispatch import LayerLauncher, PreparedStep, warm_keys
+from paged_trt.plugins.launch import args, layer
+from paged_trt.plugins.launch.dispatch import PreparedStep, warm_keys
 from paged_trt.plugins.launch.kernels_decode import CallAddresses
 from paged_trt.plugins.launch.kernels_prefill_sm90 import refusal
+from paged_trt.plugins.launch.layer import LayerLauncher
 from paged_trt.plugins.launch.loaded import (
     ARGUMENT_STRUCTS,
     DeviceKernels,
@@ -250,17 +251,26 @@ class Prepared:
         self.log.append(("launch", self.width))
 
 
+class Layer:
+    """Whose steps they are: operands are where inputs, outputs and workspace are."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def locate(self, inputs: Any, outputs: Any, workspace: int) -> Any:
+        return (*inputs, *outputs, workspace)
+
+    def prepare(self, request: AttentionPlanRequest, addresses: Any) -> Any:
+        self.log.append(("prepare", request.step.table_width, addresses))
+        return Prepared(self.log, request, addresses)
+
+
 def test_shapes_and_addresses_are_looked_up_once() -> None:
     log: list[Any] = []
-
-    def make(request: AttentionPlanRequest, addresses: Any) -> Any:
-        log.append(("prepare", request.step.table_width, addresses))
-        return Prepared(log, request, addresses)
-
-    launcher = LayerLauncher()
+    launcher, owner = LayerLauncher(), Layer(log)
 
     def enqueue(*inputs: int) -> list[Any]:
-        launcher.enqueue(list(inputs), [7], 8, 0, locate=lambda i, o, w: (*i, *o, w), prepare=make)
+        launcher.enqueue(list(inputs), [7], 8, 0, layer=owner)
         events = log[:]
         log.clear()
         return events
@@ -281,10 +291,8 @@ def test_shapes_and_addresses_are_looked_up_once() -> None:
 
 
 def test_prefill_sizes_do_not_pile_up() -> None:
-    log: list[Any] = []
-    launcher = LayerLauncher()
-    make: Any = functools.partial(Prepared, log)
+    launcher, owner = LayerLauncher(), Layer([])
     for tokens in range(3, 400):
         launcher.set_shape(make_request(tokens))
-        launcher.enqueue([1], [2], 3, 0, locate=lambda i, o, w: ADDRESSES, prepare=make)
-    assert len(launcher._steps) == dispatch.MOST_PREPARED
+        launcher.enqueue([1], [2], 3, 0, layer=owner)
+    assert len(launcher._steps) == layer.MOST_PREPARED

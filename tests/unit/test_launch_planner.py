@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paged_trt.plugins.attention import AttentionSpec
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.fields import ABI_VERSION
-from paged_trt.plugins.launch.kernels_decode import decode_candidates
+from paged_trt.plugins.launch.candidates import decode_candidates
 from paged_trt.plugins.launch.planner import PolicyPlanner, _reason
 from paged_trt.plugins.launch.plans import (
     AttentionPlan,

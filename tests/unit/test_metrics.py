@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 import pytest
+from session.gated_executor import Gated
 from session.history_executor import HistoryExecutor
 from session.paged_toy import make_spec, prompt_of
 
@@ -23,7 +24,9 @@ def values(text: str) -> dict[str, float]:
 
 def test_a_scrape_tells_what_happened() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    core = EngineCore(HistoryExecutor(make_spec()))
+    # Ten steps of the first two, and one of the third, which cannot end by itself.
+    executor = Gated(make_spec(), free_steps=11)
+    core = EngineCore(executor)
     metrics = Metrics(core)
 
     async def main() -> None:
@@ -38,6 +41,7 @@ def test_a_scrape_tells_what_happened() -> None:
         )
         await anext(stream)
         session.cancel("c")
+        executor.gate.open()
         assert [event async for event in stream][-1].finish_reason == "cancelled"
         await session.aclose()
 

@@ -150,7 +150,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     assert read_manifest(tmp_path) == manifest
     check_files(tmp_path, manifest)
-    assert network_name(SPEC).startswith("paged-trt/2 pages=14 sha256=")
+    assert network_name(SPEC).startswith("paged-trt/3 pages=14 sha256=")
     assert json.loads(manifest.to_json())["pool"]["num_pages"] == 14
 
 
@@ -163,7 +163,7 @@ TAMPERINGS: list[tuple[str, Callable[[dict[str, Any]], object], type[PagedTrtErr
     ("lost tensor", lambda d: d["tensors"].pop(), SpecMismatchError),
     ("hash", lambda d: d.update(geometry_sha256="1" * 64), SpecMismatchError),
     ("abi", lambda d: d["build"].update(abi_version=ABI_VERSION + 1), SpecMismatchError),
-    ("schema", lambda d: d.update(schema_version=1), ManifestError),
+    ("schema", lambda d: d.update(schema_version=2), ManifestError),
     ("bool count", lambda d: d["pool"].update(num_pages=True), ManifestError),
     ("float count", lambda d: d["pool"].update(num_pages=14.0), ManifestError),
     ("under the minimum", lambda d: d["spec"]["pool"].update(num_pages=3), ManifestError),
@@ -193,7 +193,7 @@ def test_a_tampered_manifest_is_refused(
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\x00", '{"schema_version": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\x00", '{"schema_version": 2}'])
 def test_a_broken_manifest_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ManifestError):

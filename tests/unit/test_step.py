@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from session.paged_toy import make_spec
 
-from paged_trt.plugins.errors import ConfigError, ExecutionError, KvPoolError, SequenceError
+from paged_trt.plugins.errors import ConfigError, KvPoolError, SequenceError
+from paged_trt.plugins.tensors import NO_NEXT_TOKEN
 from paged_trt.runtime.page_table import PageTable
-from paged_trt.runtime.sampler import greedy
+from paged_trt.runtime.sampler import greedy, row_error
 from paged_trt.runtime.scheduler import Scheduler, Segment, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import LiveSequence
 from paged_trt.runtime.step import StepBuilder
@@ -230,7 +231,11 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert greedy(logits[:0]) == []
 
 
-@pytest.mark.parametrize("row", [[0.0, np.nan, 5.0], [-np.inf] * 3])
-def test_greedy_refuses_a_row_without_a_largest_value(row: list[float]) -> None:
-    with pytest.raises(ExecutionError, match="row 1 of the logits has no largest value"):
-        greedy(np.asarray([[1.0, 2.0, 3.0], row], np.float32))
+def test_greedy_names_the_row_without_a_largest_value_and_keeps_the_others() -> None:
+    rows = [[1.0, 2.0, 3.0], [0.0, np.nan, 5.0], [-np.inf] * 3, [np.inf, 0.0, np.nan]]
+    tokens = greedy(np.asarray(rows, np.float32))
+    assert tokens == [2, NO_NEXT_TOKEN, 3, NO_NEXT_TOKEN]
+    assert row_error(tokens[0], 0, 3) is None
+    for row, what in ((1, "NaN"), (2, "nothing above minus infinity"), (3, "NaN")):
+        message = f"row {row} of the logits has no largest value ({what})"
+        assert message in str(row_error(tokens[row], row, 3))

@@ -16,12 +16,12 @@ from session.paged_toy import VOCAB, make_spec, open_toy, prompt_of
 
 from paged_trt.plugins.device import Device
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, ExecutionError
+from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.launch.args import SampleArgs
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB, SampleRow
-from paged_trt.plugins.tensors import EngineSpec, LogitsMode
+from paged_trt.plugins.tensors import NO_NEXT_TOKEN, EngineSpec, LogitsMode
 from paged_trt.runtime.executor import Executor, StepInputs
-from paged_trt.runtime.sampler import sample_by_rows
+from paged_trt.runtime.sampler import sample, sample_by_rows
 from paged_trt.runtime.step_sampling import samples_on_device
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 
@@ -158,7 +158,7 @@ def test_rows_that_do_not_draw_are_not_looked_at(tmp_path: Path, has_kernel: boo
         executor.step_sampled(inputs, [0], [Spec(seed=None)], [0])
 
 
-def test_a_row_without_a_largest_logit_is_an_error(tmp_path: Path) -> None:
+def test_a_row_without_a_largest_logit_says_so_and_the_others_have_tokens(tmp_path: Path) -> None:
     driver = FakeDriver()
     executor = open_device(make_spec(), tmp_path / "e", driver)
 
@@ -169,10 +169,22 @@ def test_a_row_without_a_largest_logit_is_an_error(tmp_path: Path) -> None:
     executor._sampler._function.run = run
     inputs = Prompts(executor).inputs()
     assert executor.step_sampled(inputs, [0], SPECS[:1], [0])[0].tolist() == [5]
-    with pytest.raises(ExecutionError, match=r"no largest value .NaN"):
-        executor.step_sampled(inputs, [2], SPECS[2:], [0])
-    with pytest.raises(ExecutionError, match=r"nothing above minus infinity"):
-        executor.step_sampled(inputs, [1], SPECS[1:2], [0])
+    found = executor.step_sampled(inputs, [0, 2, 1], [SPECS[each] for each in (0, 2, 1)], [0] * 3)
+    assert found[0].tolist() == [5, NO_NEXT_TOKEN, VOCAB]
+
+
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_broken_rows_draw_nothing_on_the_host(with_logprobs: bool) -> None:
+    logits = np.random.default_rng(2).normal(size=(6, 50)).astype(np.float32)
+    specs = [SPECS[row % 3] for row in range(6)]
+    expected = sample(logits, specs, range(6), with_logprobs=with_logprobs)
+    broken = logits.copy()
+    broken[1, 7], broken[2], broken[3] = np.nan, np.nan, -np.inf
+    tokens, logprobs = sample(broken, specs, range(6), with_logprobs=with_logprobs)
+    assert tokens[1:4].tolist() == [NO_NEXT_TOKEN, NO_NEXT_TOKEN, 50]
+    for row in (0, 4, 5):
+        assert tokens[row] == expected[0][row]
+        assert logprobs[row] == expected[1][row]
 
 
 def test_padding_rows_do_not_matter(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from polling import PATIENCE_SECONDS
 
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.runtime.template_process import TemplateProcess
@@ -16,7 +17,10 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 
 
 def with_process(
-    template: str, use: Callable[[TemplateProcess], Awaitable[None]], *, seconds: float = 20.0
+    template: str,
+    use: Callable[[TemplateProcess], Awaitable[None]],
+    *,
+    seconds: float = PATIENCE_SECONDS,
 ) -> None:
     async def run() -> None:
         process = TemplateProcess(template, seconds=seconds)
@@ -55,6 +59,8 @@ def test_a_template_that_loops_is_ended_and_the_next_conversation_is_served() ->
     async def use(process: TemplateProcess) -> None:
         with pytest.raises(ConfigError, match=r"took over 0\.5 s"):
             await process.render({"loops": True})
+        # The limit is short for what never comes, and this must come.
+        process._seconds = PATIENCE_SECONDS
         assert await process.render({"loops": False}) == "ok"
 
     with_process("{% if loops %}" + LOOP + "{% endif %}ok", use, seconds=0.5)
@@ -79,10 +85,22 @@ def test_a_template_that_fails_says_so(template: str, message: str) -> None:
     with_process(template, use)
 
 
-def test_a_client_that_goes_away_leaves_no_answer_for_the_next_one() -> None:
+def test_a_client_that_goes_away_leaves_no_answer_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def use(process: TemplateProcess) -> None:
+        assert await process.render({"text": "before", "slow": False}) == "before"
+        answers = process._process.stdout  # type: ignore[union-attr]
+        readline, waits = answers.readline, asyncio.Event()  # type: ignore[union-attr]
+
+        async def noting() -> bytes:
+            waits.set()
+            return await readline()
+
+        monkeypatch.setattr(answers, "readline", noting)
         first = asyncio.create_task(process.render({"text": "first", "slow": True}))
-        await asyncio.sleep(0.3)
+        # The process has its conversation, and it waits for the answer.
+        await waits.wait()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first

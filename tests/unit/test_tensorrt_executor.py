@@ -495,14 +495,46 @@ def test_a_warm_executor_makes_nothing_more_in_its_steps(open_fake: Open) -> Non
     executor.warm_up()
     warm = executor.stats()
     assert warm.graph_captures == warm.contexts - 1 > 3
-    # After each context, and not before its first step: then there is something to keep.
-    assert kept == list(range(1, warm.contexts + 1))
+    # Once for all contexts, and not before they ran: then there is something to keep.
+    assert kept == [warm.contexts]
     with Session(executor) as session:
         session.generate(PROMPTS, 8)
         stats = executor.stats()
     assert stats.graph_replays > 3
     assert (stats.contexts, stats.graph_captures) == (warm.contexts, warm.graph_captures)
-    assert len(kept) == warm.contexts
+    assert kept == [warm.contexts]
+
+
+def test_kernels_are_kept_after_the_first_step_of_each_context(open_fake: Open) -> None:
+    kept: list[int] = []
+    executor, _ = open_fake(keep_compiled=lambda: kept.append(executor.stats().contexts))
+    with Session(executor) as session:
+        session.generate(PROMPTS, 8)
+        assert kept == list(range(1, executor.stats().contexts + 1))
+
+
+def test_a_warm_up_that_fails_leaves_its_kernels_to_the_next_step(
+    open_fake: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    executor, _ = open_fake(keep_compiled=lambda: kept.append(executor.stats().contexts))
+    original, left = executor._create_context, [2]
+
+    def create(profile: int) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ExecutionError("out of memory")
+        return original(profile)
+
+    monkeypatch.setattr(executor, "_create_context", create)
+    with pytest.raises(ExecutionError, match="out of memory"):
+        executor.warm_up()
+    assert kept == []
+    made = executor.stats().contexts
+    monkeypatch.undo()
+    with Session(executor) as session:
+        session.generate(PROMPTS[:1], 1)
+    assert kept == [made]
 
 
 def test_a_warm_up_changes_no_token(open_fake: Open) -> None:

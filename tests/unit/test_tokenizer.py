@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paged_trt.plugins.errors import ConfigError, ManifestError, UnsupportedError
-from paged_trt.runtime.tokenizer import Tokenizer
+from paged_trt.runtime.tokenizer import TextStream, Tokenizer
 from paged_trt.scripts.example_models.tokenizer_files import byte_alphabet, write_tokenizer
 
 TEXT = "Grüße, 世界! 👩‍🚀 \ufffd ok"
@@ -76,6 +80,91 @@ def test_a_stream_is_not_confused_by_special_tokens(folder: Path) -> None:
     stream = Tokenizer(folder).stream()
     ids = [256, *Tokenizer(folder).encode("hi"), 257]
     assert [stream.push(token) for token in ids] == ["", "h", "i", ""]
+
+
+class Counting(Tokenizer):
+    """Counts the tokens that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        ids = list(token_ids)
+        self.num_decoded += len(ids)
+        return super().decode(ids)
+
+
+@pytest.mark.parametrize("token", [0xFF, 0xE4, 0x80, 257])
+def test_what_never_becomes_a_character_costs_no_more_than_other_text(
+    folder: Path, token: int
+) -> None:
+    """Broken bytes, characters that only begin, bytes without a beginning, and no text at all."""
+    tokenizer = Counting(folder)
+    ids = [*tokenizer.encode("世"), *[token] * 3000, *tokenizer.encode("界 b")]
+    stream = tokenizer.stream()
+    pieces = [stream.push(each) for each in ids]
+    assert "".join(pieces) + stream.finish() == Tokenizer(folder).decode(ids)
+    # Twice the newest and the last emitted ones for each token.
+    assert tokenizer.num_decoded < 64 * len(ids)
+    # What is certain comes while the rest is still on its way.
+    longest = max(len(list(group)) for empty, group in itertools.groupby(pieces, bool) if not empty)
+    assert longest <= (3000 if token == 257 else 16) + 2
+
+
+class Bytes:
+    """Tokens of arbitrary bytes, for a decoder that joins them."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(self.tokens[each] for each in ids).decode(errors="replace")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    text=st.text(alphabet="aé世👩\ufffd", max_size=40),
+    noise=st.lists(st.tuples(st.integers(0, 200), st.sampled_from(b"\xff\xe4\xb8\x96\xf0\x9f"))),
+    cuts=st.sets(st.integers(1, 300)),
+)
+def test_pieces_are_the_text_wherever_tokens_begin(
+    text: str, noise: list[tuple[int, int]], cuts: set[int]
+) -> None:
+    data = bytearray(text.encode())
+    for place, byte in noise:
+        data.insert(min(place, len(data)), byte)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    tokens = [bytes(data[start:end]) for start, end in itertools.pairwise(edges) if end > start]
+    stream = TextStream(Bytes(tokens))  # type: ignore[arg-type]
+    pieces = [*map(stream.push, range(len(tokens))), stream.finish()]
+    assert "".join(pieces) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("character", "é世👩")
+def test_a_character_after_any_number_of_broken_bytes(character: str) -> None:
+    """What is emitted before its end is never a part of it."""
+    for count in range(30):
+        data = b"\xff" * count + character.encode() + b"\xff" * 20
+        stream = TextStream(Bytes([bytes([each]) for each in data]))  # type: ignore[arg-type]
+        pieces = [*map(stream.push, range(len(data))), stream.finish()]
+        assert "".join(pieces) == data.decode(errors="replace")
+
+
+def test_bytes_of_sentencepiece_are_characters_again(tmp_path: Path) -> None:
+    """As in Llama: characters that the vocabulary lacks are one token for each byte."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    model = tokenizers.models.WordLevel(vocabulary | {"\u2581a": 256}, unk_token="<0x00>")  # noqa: S106
+    words = tokenizers.Tokenizer(model)
+    words.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace()]
+    )
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Counting(tmp_path)
+    stream = tokenizer.stream()
+    text = "世界👩" * 300
+    pieces = [stream.push(token) for token in (256, *text.encode(), *[0xFF] * 3000, 256)]
+    assert "".join(pieces[: len(text.encode()) + 1]) == "a" + text
+    assert "".join(pieces).endswith("\ufffd a")
+    assert tokenizer.num_decoded < 64 * len(pieces)
 
 
 @pytest.mark.parametrize(

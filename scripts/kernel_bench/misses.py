@@ -1,0 +1,59 @@
+"""Cells that a sweep looks at: those that missed a target in the last run, and some beside them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paged_trt.scripts.kernel_bench.cells import Cell, Family, cells_of
+
+DECODE_MISSES: Final = (
+    # Few keys: a step is a chain of latencies. Of 20 us the bytes take 15; the last block then
+    # waits twice for a batch of 4 of its 8 partials. 128 of 132 multiprocessors work.
+    "32/8 d128 bfloat16 1 x 1024",
+    "32/8 d128 bfloat16 1 x 4096",
+    "32/8 d128 bfloat16 1 x 16384",
+    # One wave of 256 of 264 blocks; its first loads and its merges are hidden by nothing.
+    "32/8 d128 bfloat16 32 x 1024",
+    "32/8 d128 bfloat16 32 x 4096",
+    # 64 columns of keys: `balanced` cuts them, `cluster:2` fills 128 of 132 multiprocessors.
+    "32/8 d128 bfloat16 8 x 16384",
+    # Not cut, so one wave of 256 blocks that all last as long as the slowest; `direct` and splits
+    # into several waves have not been timed here.
+    "32/8 d128 bfloat16 32 x 16384",
+    # Four waves of short blocks, each with a start and a merge of its own (128 x 1024: one part
+    # in ten); a balanced block has its next keys in flight meanwhile.
+    "32/8 d128 bfloat16 128 x 1024",
+    "32/8 d128 bfloat16 128 x 16384",
+    # Half the bytes of bfloat16 and the same starts and merges, so they count twice.
+    "32/8 d128 float8 1 x 16384",
+    "32/8 d128 float8 32 x 4096",
+    "32/8 d128 float8 32 x 16384",
+    # The last block merges 32 partials alone: 2 vectors a thread, 8 batches of 4 each, one behind
+    # the other, some 10 us of 44. A merge kernel has 32 blocks for it.
+    "32/8 d256 bfloat16 1 x 16384",
+    "32/8 d256 bfloat16 8 x 4096",
+    # Sixteen waves of short blocks.
+    "32/32 d128 bfloat16 128 x 1024",
+    "32/32 d128 bfloat16 8 x 16384",
+    "64/8 d128 bfloat16 1 x 4096",
+    "64/8 d128 bfloat16 1 x 16384",
+    # 32 partials and more vectors than half the threads: 8 batches one behind the other.
+    "28/4 d128 bfloat16 1 x 4096",
+    "16/2 d128 bfloat16 1 x 4096",
+    "32/8 d64 bfloat16 32 x 16384",
+    "32/8 d128 bfloat16 8 x 16384 window 4096",
+)
+"""By what `str` says of a cell, with what a count of waves, blocks and dependent loads suggests;
+the ragged batches come on top."""
+LEAST_APPEND: Final = 128
+"""New tokens below which an append is a matter of latency."""
+
+
+def missed_cells(family: Family) -> list[Cell]:
+    """Cells of decode or append that a sweep looks at, in the order to run them."""
+    every = cells_of(family, quick=False)
+    if family is Family.APPEND:
+        return [cell for cell in every if sum(cell.sizes.query_lens) >= LEAST_APPEND]
+    by_name = {str(cell): cell for cell in every}
+    ragged = [cell for cell in every if not cell.is_even]
+    return [*(by_name[name] for name in DECODE_MISSES), *ragged]
