@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.files import naming
 from paged_trt.plugins.manifest import (
     ENGINE_FILES,
     MANIFEST_FILE,
@@ -75,8 +76,9 @@ def staged_directory(target: Path, *, force: bool) -> Iterator[Path]:
     staging = _sibling(target)
     try:
         # Named before it is made: an interrupt cannot come between the making and this block.
-        staging.mkdir(mode=0o700)
-        yield staging
+        with naming(target, staged=staging):
+            staging.mkdir(mode=0o700)
+            yield staging
         staging.chmod(0o755)
         for path in staging.iterdir():
             _flush(path)

@@ -180,7 +180,8 @@ _COMMAND_LINE: Final = (
         name="input or output",
         exit_code=3,
         meaning="The system refused to read or write a file.",
-        example="[Errno 28] No space left on device: 'engine'",
+        example="`engine`: No space left on device; free space, or pass another place; nothing is "
+        "left half-written",
         remedy="Free space or pass another place; nothing is left half-written.",
     ),
     ErrorPage(

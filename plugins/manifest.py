@@ -207,9 +207,12 @@ def file_record(path: Path) -> FileRecord:
 
 
 def _unreadable(path: Path, error: OSError) -> ManifestError:
-    return ManifestError(
-        f"cannot read {path}: {error.strerror}; rebuild the engine with `paged-trt build`"
+    remedy = (
+        "change its permissions"
+        if isinstance(error, PermissionError)
+        else "rebuild the engine with `paged-trt build`"
     )
+    return ManifestError(f"cannot read {path}: {error.strerror}; {remedy}")
 
 
 def _require_regular(path: Path) -> None:

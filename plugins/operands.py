@@ -224,3 +224,22 @@ def _check_rope(spec: OperatorSpec, dims: Dims, where: str) -> None:
         raise SpecMismatchError(
             "rope_cos_sin.dims", want_pages, f"{dims[0]} positions", where=where
         )
+
+
+def operand_places(
+    layout: InputLayout, operator: OperatorSpec, dtypes: Sequence[DType], num_seqs: int
+) -> list[tuple[int, int]]:
+    """Plugin input and byte offset of each operand, in the order of `Operand`.
+
+    Args:
+        layout: which input carries which operand.
+        operator: geometry of the layer.
+        dtypes: of the inputs.
+        num_seqs: N of the step.
+    """
+    places = []
+    for operand in Operand:
+        index = layout.index[operand]
+        offset = layout.element_offset(operand, operator, num_seqs)
+        places.append((index, offset * dtypes[index].itemsize if offset else 0))
+    return places

@@ -31,6 +31,7 @@ from paged_trt.plugins.operands import (
     StepShape,
     check_input_dims,
     input_dtypes,
+    operand_places,
     output_dims,
 )
 from paged_trt.plugins.plugin_spec import PluginSpec
@@ -192,7 +193,8 @@ class PagedAttentionPlugin(
         where = f"{self._where()}, actual shape"
         self._check_dtypes([item.type for item in inputs], where)
         step = self._check_dims([tuple(item.dims) for item in inputs], where)
-        self._places = self._operand_places(step.num_seqs)
+        spec = self.spec
+        self._places = operand_places(spec.layout, spec.operator, self._dtypes, step.num_seqs)
         self._launcher.set_shape(self._plan_request(step))
 
     @kept
@@ -253,11 +255,7 @@ class PagedAttentionPlugin(
     def locate(
         self, inputs: Sequence[int], outputs: Sequence[int], workspace: int
     ) -> CallAddresses:
-        """Addresses of the operands, of a call that has new ones.
-
-        Raises:
-            KernelLaunchError: a pool output is not its input's memory.
-        """
+        """As `Layer.locate`."""
         for output, operand in _ALIASED_INPUT.items():
             if outputs[output] != inputs[operand]:
                 raise KernelLaunchError(
@@ -271,22 +269,8 @@ class PagedAttentionPlugin(
             workspace=workspace,
         )
 
-    def _operand_places(self, num_seqs: int) -> list[tuple[int, int]]:
-        """Plugin input and byte offset of each operand."""
-        layout, operator = self.spec.layout, self.spec.operator
-        places = []
-        for operand in Operand:
-            index = layout.index[operand]
-            offset = layout.element_offset(operand, operator, num_seqs)
-            places.append((index, offset * self._dtypes[index].itemsize if offset else 0))
-        return places
-
     def prepare(self, request: AttentionPlanRequest, addresses: CallAddresses) -> PreparedStep:
-        """The launches of a step that was not seen before.
-
-        Raises:
-            KernelLaunchError: a kernel is not loaded.
-        """
+        """As `Layer.prepare`."""
         return PreparedStep(request, self.spec.operator, addresses, planner=self._planner)
 
     def _plan_request(self, step: StepShape) -> AttentionPlanRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import logging
@@ -26,7 +25,8 @@ from paged_trt.plugins.error_catalog import (
 )
 from paged_trt.plugins.errors import BuildCancelledError, ConfigError, PagedTrtError
 from paged_trt.plugins.version import version
-from paged_trt.scripts.error_output import Output, fail, show_usage
+from paged_trt.scripts.command_group import HintingGroup
+from paged_trt.scripts.error_output import Output, fail, show_usage, system_error_text
 
 COMMANDS = (
     "explain",
@@ -49,7 +49,7 @@ EXIT_BROKEN_PIPE = 141
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-class LazyGroup(click.Group):
+class LazyGroup(HintingGroup):
     """Imports a subcommand's module only when it is named: `--help` stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -64,16 +64,6 @@ class LazyGroup(click.Group):
         command = module.command
         assert isinstance(command, click.Command)  # noqa: S101 - ours, not the user's
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click, but an unknown name is answered with the right one."""
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"they are {', '.join(COMMANDS)}"
-            ctx.fail(f"there is no command `{args[0]}`; {hint}")
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -139,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PagedTrtError as error:
         return fail(str(error), error.exit_code, error.code, output, cause=error.__cause__)
     except OSError as error:
-        return fail(str(error), EXIT_INPUT_OUTPUT, INPUT_OUTPUT_CODE, output)
+        return fail(system_error_text(error), EXIT_INPUT_OUTPUT, INPUT_OUTPUT_CODE, output)
     except MemoryError:
         message = "out of host memory; use a smaller model or pool"
         return fail(message, EXIT_INPUT_OUTPUT, MEMORY_CODE, output)

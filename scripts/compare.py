@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins.path_hints import MANIFEST_NAME, MODEL_SUFFIX
 from paged_trt.runtime.compare import CompareOptions, compare_engines
 from paged_trt.runtime.engine import EXECUTORS
 from paged_trt.scripts.compare_files import ReportFiles
@@ -112,6 +113,7 @@ def command(
       paged-trt compare model.onnx engine --prompt-lens 127,129 --new-tokens 32 --json out.json
       paged-trt compare model.onnx engine-float16 engine-int8 --layers --html report.html
     """
+    _require_order(model, engine_dirs)
     # Before the run, not after minutes of it.
     files = ReportFiles(json=json_file, html=html_file, png=png_file)
     files.require_places()
@@ -133,6 +135,16 @@ def command(
     files.write(reports)
     if not all(report.passed for report in reports):
         ctx.exit(EXIT_DIFFERENT)
+
+
+def _require_order(model: Path, engine_dirs: tuple[Path, ...]) -> None:
+    """Refuse an engine directory in the place of the model, where the model comes behind it."""
+    models = [each for each in engine_dirs if each.suffix == MODEL_SUFFIX and each.is_file()]
+    if models and (model / MANIFEST_NAME).is_file():
+        engines = [str(each) for each in (model, *engine_dirs) if each not in models]
+        raise ConfigError(
+            f"the model comes first: `paged-trt compare {models[0]} {' '.join(engines)}`"
+        )
 
 
 def _prompts(

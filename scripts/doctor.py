@@ -240,7 +240,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 def _nothing_serves(diagnosis: Diagnosis) -> str:
     reasons = [
-        f"{name}: {reason.found}; {reason.remedy}"
+        f"{name}: {reason.found}" + ("" if "`paged-trt" in reason.found else f"; {reason.remedy}")
         for name, reason in diagnosis.executors.items()
         if reason is not None
     ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,6 +18,16 @@ from paged_trt.plugins.error_catalog import pages
 from paged_trt.plugins.errors import PagedTrtError
 
 _JSON_PARAMETER: Final = "as_json"
+_FULL: Final = "free space, or pass another place; nothing is left half-written"
+_DENIED: Final = "change the permissions there, or pass another place"
+_REMEDIES: Final = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise the limit of file sizes (`ulimit -f`); nothing is left half-written",
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
+    errno.EROFS: _DENIED,
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,15 +99,34 @@ def fail(
     Returns:
         `exit_code`.
     """
-    click.echo(f"paged-trt: error[{code}]: {printable(message)}", err=True)
+    _say(f"paged-trt: error[{code}]: {printable(message)}", err=True)
     if isinstance(cause, PagedTrtError) and str(cause) not in message:
-        click.echo(f"  because: {printable(str(cause))}", err=True)
+        _say(f"  because: {printable(str(cause))}", err=True)
     page = pages().get(code)
     if names_doctor and page is not None and page.asks_doctor:
-        click.echo("  `paged-trt doctor` shows what this machine can run", err=True)
+        _say("  `paged-trt doctor` shows what this machine can run", err=True)
     if output.as_json:
-        click.echo(json.dumps({"error": error_record(message, code, exit_code)}, indent=2))
+        _say(json.dumps({"error": error_record(message, code, exit_code)}, indent=2), err=False)
     return exit_code
+
+
+def system_error_text(error: OSError) -> str:
+    """What the system refused, of which file, and what to do."""
+    what = error.strerror or str(error)
+    where = f"`{error.filename}`: " if error.filename else ""
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return f"{where}{what}" + (f"; {remedy}" if remedy else "")
+
+
+def _say(text: str, *, err: bool) -> None:
+    """Print where that is possible: an exit code must not depend on a full disk behind it."""
+    try:
+        click.echo(text, err=err)
+    except OSError:
+        # What is left in its buffer would end the process with a code of Python's own.
+        stream = sys.stderr if err else sys.stdout
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def error_record(message: str, code: str, exit_code: int) -> dict[str, Any]:

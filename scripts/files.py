@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paged_trt.plugins.errors import ConfigError
@@ -15,11 +16,13 @@ def require_writable(path: Path | None, *, option: str) -> None:
         option: what named it.
 
     Raises:
-        ConfigError: its folder is missing, or it is a folder itself.
+        ConfigError: its folder is missing or may not be written, or it is a folder itself.
     """
     if path is None:
         return
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path.parent} is no directory; create it first")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path.parent} may not be written; pass another place to `{option}`")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; pass the name of a file to `{option}`")

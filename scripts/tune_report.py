@@ -48,10 +48,11 @@ class TuneRun:
             return None
         where, cause = failures[0]
         error = ExecutionError(
-            f"{len(steps)} steps and {len(failures) - len(steps)} plans of timed steps failed, the "
-            f"first is {where}: {cause}; {len(self.tunings)} steps were timed and are kept: run "
+            f"{where} failed: {cause}; failed steps: {len(steps)}, failed plans of timed steps: "
+            f"{len(failures) - len(steps)}; timed steps, which are kept: {len(self.tunings)}; run "
             "the command again for the others"
         )
+        error.code = cause.code
         error.__cause__ = cause
         return error
 

@@ -80,7 +80,11 @@ def load_model(path: Path) -> ir.Model:
 def _parse(path: Path) -> onnx.ModelProto:
     proto = onnx.ModelProto()
     try:
-        proto.ParseFromString(path.read_bytes())
+        data = path.read_bytes()
+        if not data:
+            # An empty message is a valid one, whose opset would be what is missing.
+            raise OnnxRewriteError(path.name, "the file is empty", "copy or export it again")
+        proto.ParseFromString(data)
     except google.protobuf.message.DecodeError as error:
         raise OnnxRewriteError(
             path.name,

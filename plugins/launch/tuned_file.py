@@ -198,7 +198,10 @@ def _read(path: Path) -> _TunedFile:
     try:
         return _TunedFile.model_validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        what = f"`{place}`: {first['msg']}" if place else first["msg"]
+        raise ValueError(f"{path} is damaged: {what}") from error
 
 
 def _difference(found: _TunedFile, target: TuningTarget) -> str | None:

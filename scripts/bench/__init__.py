@@ -7,8 +7,10 @@ import pkgutil
 
 import click
 
+from paged_trt.scripts.command_group import HintingGroup
 
-class BenchGroup(click.Group):
+
+class BenchGroup(HintingGroup):
     """Finds the benchmarks of this folder: a new file is a new subcommand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -6,8 +6,11 @@ about it is their own. A process each, for TensorRT may end it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, Function
 
 from paged_trt.scripts.cli import end, main
 
@@ -98,7 +101,7 @@ def no_onnxruntime() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def a_device(*, warm: bool = False) -> Iterator[None]:
+def a_device(*, warm: bool = False, arch: str = "sm_80") -> Iterator[None]:
     """As if there were one; TensorRT, which is not asked about it, is the real one."""
     from paged_trt.plugins.device import Device
     from paged_trt.runtime import tensorrt_loader
@@ -106,7 +109,7 @@ def a_device(*, warm: bool = False) -> Iterator[None]:
     device = Device(0, driver=FakeDriver())
     with contextlib.ExitStack() as stack:
         patch = mock.patch.object
-        stack.enter_context(patch(tensorrt_loader.cuda, "device_arch", lambda *_: "sm_80"))
+        stack.enter_context(patch(tensorrt_loader.cuda, "device_arch", lambda *_: arch))
         stack.enter_context(patch(tensorrt_loader, "kept_device", lambda _: device))
         if not warm:
             stack.enter_context(patch(tensorrt_loader, "warm_kernels"))
@@ -138,6 +141,54 @@ def kernels(*, source: str | None = None, loads: bool = True) -> Iterator[None]:
             return
         with mock.patch.object(compiler.KernelCompiler, "compile", compile_source):
             yield
+
+
+@contextlib.contextmanager
+def no_launch() -> Iterator[None]:
+    """`tune` on a device that is there and launches nothing."""
+    from paged_trt.plugins.device import Device, KernelLaunch
+    from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, LoadedKernel, build_of
+    from paged_trt.plugins.launch.tuned import TuningTarget
+    from paged_trt.scripts import tune, tune_device
+
+    class Kernels:
+        def find(self, key: Any) -> LoadedKernel:
+            function = Function(key.path.value, ARGUMENT_STRUCTS[key.path])
+            return LoadedKernel(key=key, build=build_of(key), function=function)
+
+        def warm(self, keys: Any) -> None:
+            list(keys)
+
+    target = TuningTarget(
+        gpu="none",
+        arch="sm_80",
+        num_multiprocessors=8,
+        driver="1",
+        kernels="0" * 64,
+        compiler="13.0",
+    )
+    driver = FakeDriver(memory_bytes=1 << 26)
+    driver.failing["cuLaunchKernelEx"] = 1_000
+    source = functools.partial(
+        tune_device.timing_source,
+        device=Device(driver=driver),
+        kernels=Kernels(),  # type: ignore[arg-type]
+        make_launch=functools.partial(KernelLaunch, driver=driver),
+    )
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    done.set_result(None)
+    with (
+        mock.patch.object(tune, "tuning_target", return_value=target),
+        mock.patch.object(tune, "start_compiling", return_value=done),
+        mock.patch.object(tune_device, "timing_source", source),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    yield
 
 
 @contextlib.contextmanager
@@ -173,7 +224,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "a_device": a_device,
     "no_kernel_loads": lambda: kernels(loads=False),
     "no_kernel_compiles": lambda: kernels(source="no kernel at all"),
+    "an_old_device": lambda: a_device(arch="sm_75"),
+    "no_launch": no_launch,
     "pages_are_held": pages_are_held,
+    "small_files": small_files,
     "no_space": lambda: raises(OSError(28, "No space left on device")),
     "no_memory": lambda: raises(MemoryError()),
     "interrupted": lambda: raises(KeyboardInterrupt()),

@@ -1,6 +1,7 @@
 """Every error code comes out of the command line with its exit code and without a traceback.
 
-K003 and T005 need a GPU: `tests/gpu/test_error_codes.py` has them.
+A device that is missing here stands in where it fails; `tests/gpu/test_error_codes.py` has K003 and
+T005 on a real one, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LIMITS = ("--max-batch-size=2", "--max-input-len=100", "--max-kv-cache-capacity=
 IDS = ("--input-ids", "1,2")
 PLAN_VERSION_BYTE = 88
 """Of a plan of TensorRT-RTX 1.6 and 1.7: found by changing one byte after the other."""
-GPU_ONLY = {"PTRT-K003", "PTRT-T005"}
+ON_A_GPU_TOO = {"PTRT-K003", "PTRT-T005"}
 SERVED_ONLY = {"PTRT-S002"}
 SINCE_RTX_17 = {
     b"Plugin not found, are the plugin name, version, and namespace correct?",
@@ -141,6 +142,24 @@ def test_a_plan_of_another_version(engine: Path) -> None:
     expect("PTRT-T002", 2, "run", engine, *IDS, "--executor", "tensorrt", case="a_device")
 
 
+def test_an_old_device(engine: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    data = json.loads((engine / "manifest.json").read_text())
+    data["build"] |= {"tensorrt_version": trt.__version__, "compute_capabilities": ["8.0+"]}
+    (engine / "manifest.json").write_text(json.dumps(data))
+    words = ["run", engine, *IDS, "--executor", "tensorrt"]
+    text = expect("PTRT-T005", 2, *words, case="an_old_device")
+    assert "8.0+" in text
+    assert "7.5" in text
+
+
+def test_a_kernel_that_does_not_launch(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.core", reason="NVRTC's package is not installed")
+    words = ["tune", "--heads=8/2", "--head-dim=64", "--batch=2", "--tokens=1024"]
+    cache = {"PAGED_TRT_CACHE_DIR": str(tmp_path / "cache")}
+    expect("PTRT-K003", 3, *words, case="no_launch", environment=cache)
+
+
 def test_a_sequence_that_does_not_fit(engine: Path) -> None:
     expect("PTRT-S001", 2, "run", engine, "--input-ids", "99999999")
 
@@ -169,9 +188,37 @@ def test_pages_run_out(engine: Path) -> None:
 
 
 def test_the_system_fails(engine: Path) -> None:
-    expect("PTRT-X002", 3, "run", engine, *IDS, case="no_space")
+    assert "free space" in expect("PTRT-X002", 3, "run", engine, *IDS, case="no_space")
     expect("PTRT-X003", 3, "run", engine, *IDS, case="no_memory")
     expect("PTRT-X004", 130, "run", engine, *IDS, case="interrupted")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_a_file_that_may_not_be_read(engine: Path) -> None:
+    (engine / "model.plan").chmod(0)
+    assert "Permission denied" in expect("PTRT-M001", 4, "inspect", engine)
+
+
+def test_a_file_that_does_not_fit(model: Path, tmp_path: Path) -> None:
+    """As on a full disk: the error names the file, and nothing is left of it."""
+    target = tmp_path / "engine"
+    words = ["build", model, "-o", target, *LIMITS]
+    text = expect("PTRT-X002", 3, *words, case="small_files")
+    assert f"`{target}" in text or f"`{tmp_path}/.engine" in text
+    assert "ulimit -f" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("words", [("inspect",), ("inspect", "--json")])
+def test_a_full_disk_behind_the_output_keeps_the_exit_code(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Exit code 1 would say that a comparison failed."""
+    command = [sys.executable, "-m", "paged_trt.scripts.cli", *words, str(tmp_path / "none")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=full, check=False, timeout=120)
+    assert done.returncode == 4
 
 
 @pytest.mark.parametrize(
@@ -272,12 +319,13 @@ def test_an_error_is_json_too(words: tuple[str, ...], tmp_path: Path) -> None:
     assert error["remedy"] == pages()[error["code"]].remedy
 
 
-def test_every_code_is_raised_here_or_on_a_gpu() -> None:
+def test_every_code_is_raised_here_or_by_the_server() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    named = set(re.findall(r'"(PTRT-[A-Z]\d{3})"', text.split("GPU_ONLY = ")[1].split("\n", 1)[1]))
-    assert named | GPU_ONLY == set(pages())
+    here = text.split("ON_A_GPU_TOO = ")[1].split("\n", 1)[1]
+    named = set(re.findall(r'"(PTRT-[A-Z]\d{3})"', here))
+    assert named == set(pages())
     for elsewhere, codes in (
-        ("gpu/test_error_codes.py", GPU_ONLY),
+        ("gpu/test_error_codes.py", ON_A_GPU_TOO),
         ("serving/test_server.py", SERVED_ONLY),
     ):
         text = (Path(__file__).parents[1] / elsewhere).read_text(encoding="utf-8")

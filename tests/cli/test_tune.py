@@ -198,7 +198,7 @@ def test_a_step_that_fails_loses_nothing_that_was_timed(
     assert (code, kept) == (3, 1)
     assert "no such instruction" in error
     assert "N 1, M 32" in error
-    assert "1 steps were timed and are kept" in error
+    assert "timed steps, which are kept: 1;" in error
     data = json.loads((tmp_path / "times.json").read_text())
     assert [each["code"] for each in data["failed"]] == ["PTRT-K002"]
     assert len(data["tunings"]) == 1

@@ -22,7 +22,7 @@ from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, LoadedKernel, buil
 from paged_trt.plugins.launch.plans import SplitKv
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.operands import LAYOUTS, Operand, StepShape
+from paged_trt.plugins.operands import LAYOUTS, Operand, StepShape, operand_places
 from paged_trt.plugins.plugin_spec import PluginSpec
 from paged_trt.plugins.trt import Route
 
@@ -70,7 +70,8 @@ def make_plugin(driver: Any, route: Route) -> Any:
 def set_shape(plugin: Any, *, num_seqs: int) -> None:
     """As `on_shape_change` does with descriptions."""
     step = StepShape(num_tokens=num_seqs, num_seqs=num_seqs, table_width=2)
-    plugin._places = plugin._operand_places(num_seqs)
+    spec = plugin.spec
+    plugin._places = operand_places(spec.layout, spec.operator, plugin._dtypes, num_seqs)
     plugin._launcher.set_shape(plugin._plan_request(step))
 
 
