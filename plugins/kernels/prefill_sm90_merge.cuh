@@ -2,22 +2,10 @@
 // through each other's shared memory.
 #pragma once
 
-#include "attention_output.cuh"
-#include "prefill_sm90_layout.cuh"
+#include "prefill_sm90_output.cuh"
 #include "prefill_sm90_softmax.cuh"
 
 namespace paged_trt {
-
-// Row of the output that a row of a query tile goes to.
-template <class Layout>
-__device__ __forceinline__ typename Layout::Type* output_row(const PrefillSm90Args& args,
-                                                             int32_t first_token, int32_t kv_head,
-                                                             int row) {
-  const int64_t token = first_token + row / Layout::kGroup;
-  const int head = kv_head * Layout::kGroup + row % Layout::kGroup;
-  return static_cast<typename Layout::Type*>(args.output) + token * args.output_token_stride +
-         head * Layout::kValueDim;
-}
 
 template <class Layout>
 struct TileMerger {
@@ -100,14 +88,16 @@ struct TileMerger {
     const float top = fmaxf(maximum_of_shares(has_seen ? stats.x : kNoScore), sink);
     const float weight = has_seen ? exp2_approx(stats.x - top) : 0.f;
     const float sum = sum_of_shares(has_seen ? weight * stats.y : 0.f) + exp2_approx(sink - top);
-    float total[Layout::kValueDim / 32] = {};
+    constexpr int kPairs = Layout::kValueColumns / 64;  // of each lane
+    float total[2 * kPairs] = {};
     const unsigned at = base + Layout::kKeysAt + row * Layout::kPartialStride + lane * 8;
 #pragma unroll 4
     for (int32_t rank = 0; rank < size; ++rank) {
       const float of_rank = __shfl_sync(kAllLanes, weight, rank);
       const unsigned place = of_block(at, rank);
 #pragma unroll
-      for (int i = 0; i < Layout::kValueDim / 64; ++i) {
+      for (int i = 0; i < kPairs; ++i) {
+        if (!has_column(64 * i + 2 * lane)) continue;
         const float2 pair = load_pair(place + i * 256);
         // What a block left unwritten can be NaN.
         total[2 * i] += of_rank == 0.f ? 0.f : of_rank * pair.x;
@@ -118,9 +108,14 @@ struct TileMerger {
     Element* target = output_row<Layout>(args, work.first_token, work.kv_head, row);
     uint32_t* out = reinterpret_cast<uint32_t*>(target) + lane;
 #pragma unroll
-    for (int i = 0; i < Layout::kValueDim / 64; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
+      if (!has_column(64 * i + 2 * lane)) continue;
       out[i * 32] = pack<Element>(total[2 * i] * factor, total[2 * i + 1] * factor);
     }
+  }
+
+  static __device__ __forceinline__ bool has_column(int column) {
+    return Layout::kValueDim % 64 == 0 || column < Layout::kValueDim;
   }
 
   // Over the lanes of up to 8 shares, in every lane.

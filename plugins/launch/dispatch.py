@@ -105,6 +105,18 @@ def kernel_paths(
     return (KernelPath.APPEND, *_DECODE_KERNELS[type(plan)])
 
 
+def kernel_keys(
+    request: AttentionPlanRequest, plan: AttentionPlan | PrefillPlan
+) -> tuple[KernelKey, ...]:
+    """Keys of the kernels of one step, in launch order.
+
+    Raises:
+        KernelLaunchError: the device has no kernel for the plan.
+    """
+    forms = plan.forms if isinstance(plan, PrefillPlan) else ()
+    return tuple(KernelKey.of(path, request, forms=forms) for path in kernel_paths(request, plan))
+
+
 def warm_keys(request: AttentionPlanRequest, *, gathers: bool = False) -> tuple[KernelKey, ...]:
     """Every kernel that a layer may launch, whatever N, T and M are.
 
@@ -189,7 +201,7 @@ class PreparedStep:
         needs_clear = self._takes_tiles and not gathers
         self._counter = make_clear(COUNTER_BYTES) if needs_clear else None
         # All are found before one is launched.
-        loaded = [registry.find(KernelKey.of(path, request)) for path in self.paths]
+        loaded = [registry.find(key) for key in kernel_keys(request, self.plan)]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
         # The counter first, so that it is clear long before it is needed.
         clears: list[Launch] = [] if self._counter is None else [self._counter]

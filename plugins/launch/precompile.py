@@ -91,7 +91,9 @@ def compile_one(key: KernelKey | BuildJob) -> str:
     try:
         build = key.build if isinstance(key, BuildJob) else build_of(key)
         arch = compile_arch(key.arch or "")
-        KernelCompiler().compile(build.source, build.name_expression, arch=arch)
+        KernelCompiler().compile(
+            build.source, build.name_expression, arch=arch, macros=build.macros
+        )
     except PagedTrtError as error:
         return f"{key}: {error}"
     return ""

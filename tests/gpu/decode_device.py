@@ -18,7 +18,6 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch import kernels_decode
 from paged_trt.plugins.launch.compiler import KernelCompiler
-from paged_trt.plugins.launch.dispatch import kernel_paths
 from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
@@ -157,6 +156,9 @@ class DecodeStep:
     def attention_paths(self) -> tuple[KernelPath, ...]:
         if self.has_small_blocks:
             return (KernelPath.DECODE_DIRECT,)
+        # Not ahead: a host for measurements may lack what planners import.
+        from paged_trt.plugins.launch.dispatch import kernel_paths
+
         # T is not N where the append of a prefill is tested.
         step = StepShape(
             num_tokens=self.step.num_seqs,
