@@ -88,7 +88,7 @@ def _difference(row: dict[str, Any]) -> str:
 
 def _versions(data: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    commits = ", ".join(dict.fromkeys(row.get("commit", "unknown") for row in data["rows"]))
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in data["rows"]))
     return (
         f"Each with a prefill and {data['new_tokens'] - 1} decode steps, on commit {commits}. "
         f"Versions: {versions}."
