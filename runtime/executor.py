@@ -72,8 +72,8 @@ class Draw:
 class StepLauncher(Protocol):
     """Steps in two halves, so that a step is handed over before the one before it has ended.
 
-    Steps, copies of pages and poison run in the order of the calls. At most two steps are
-    launched and not collected.
+    Steps, copies of pages and poison run in the order of the calls. A step is collected before the
+    second one behind it is launched.
     """
 
     @property
@@ -81,20 +81,26 @@ class StepLauncher(Protocol):
         """Whether `launch` takes a `Draw`; otherwise the engine must choose by itself."""
         ...
 
-    def launch(self, inputs: StepInputs, draw: Draw | None) -> None:
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> object:
         """Hand a step over.
 
         Args:
             inputs: of the step; its arrays may be overwritten right after the call.
             draw: how tokens are chosen; None for the greedy choices of an engine that gives them.
 
+        Returns:
+            The step, for `collect`.
+
         Raises:
             Exception: it was not handed over, or only a part of it.
         """
         ...
 
-    def collect(self) -> Choices:
-        """Wait for the oldest step that was launched.
+    def collect(self, step: Any) -> Choices:
+        """Wait for a step.
+
+        Args:
+            step: what `launch` returned.
 
         Returns:
             At least the rows that hold a sequence.

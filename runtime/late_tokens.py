@@ -6,14 +6,23 @@ step is made and handed over before anybody knows the tokens of the one before.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import ExecutionError
 from paged_trt.runtime.executor import Choices, Draw, Executor, StepInputs, row_of_token
 from paged_trt.runtime.step_sampling import sampled_on_host
+
+
+class LateStep:
+    """A step that ran, and what it chose, until somebody asks for that."""
+
+    __slots__ = ("choices", "error")
+
+    def __init__(self, *, choices: Choices | None = None, error: Exception | None = None) -> None:
+        self.choices, self.error = choices, error
 
 
 class LateTokens:
@@ -30,35 +39,40 @@ class LateTokens:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._running: collections.deque[Choices | Exception] = collections.deque()
+        self._before: LateStep | None = None
         self._newest: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
-    def launch(self, inputs: StepInputs, draw: Draw | None) -> None:
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> LateStep:
         """Run a step, and keep what it chose.
 
-        Behind a step that failed it fails with the same error: its tokens were never chosen.
+        Behind a failed step that nobody has collected it fails with the same error: its tokens
+        were never chosen.
         """
-        if self._running and isinstance(self._running[-1], Exception):
-            self._running.append(self._running[-1])
-            return
-        inputs = dataclasses.replace(inputs, input_ids=self._known(inputs.input_ids))
-        try:
-            choices = self._choose(inputs, draw)
-        except Exception as error:
-            self._running.append(error)
-            return
-        self._newest = choices[0]
-        self._running.append(choices)
+        step = LateStep(error=None if self._before is None else self._before.error)
+        if step.error is None:
+            inputs = dataclasses.replace(inputs, input_ids=self._known(inputs.input_ids))
+            try:
+                step.choices = self._choose(inputs, draw)
+                self._newest = step.choices[0]
+            except Exception as error:
+                step.error = error
+        self._before = step
+        return step
 
-    def collect(self) -> Choices:
-        """What the oldest step that was launched chose.
+    def collect(self, step: LateStep) -> Choices:
+        """What a step chose.
 
         Raises:
             Exception: it failed.
+            ExecutionError: it was collected before.
         """
-        choices = self._running.popleft()
-        if isinstance(choices, Exception):
-            raise choices
+        if self._before is step:
+            self._before = None
+        choices, step.choices = step.choices, None
+        if step.error is not None:
+            raise step.error
+        if choices is None:
+            raise ExecutionError("a step is collected once; this one was collected before")
         return choices
 
     def _choose(self, inputs: StepInputs, draw: Draw | None) -> Choices:

@@ -108,11 +108,13 @@ class LaunchedStep:
         plan: what was planned.
         rows: its rows as they were when it was launched.
         positions: where the tokens of its rows go.
+        handle: what the launcher calls it.
     """
 
     plan: StepPlan
     rows: _Rows
     positions: list[int]
+    handle: object
 
 
 class StepRunner:
@@ -183,11 +185,11 @@ class StepRunner:
         draw = None
         if not self._chooses(rows):
             draw = Draw(specs=rows.sampling, steps=rows.steps(), with_logprobs=rows.need_logprobs)
-        self._launcher.launch(inputs, draw)
-        return LaunchedStep(plan, rows, _move_on(rows))
+        handle = self._launcher.launch(inputs, draw)
+        return LaunchedStep(plan, rows, _move_on(rows), handle)
 
     def collect(self, step: LaunchedStep) -> list[Sampled]:
-        """Wait for a launched step, the oldest one.
+        """Wait for a launched step.
 
         Returns:
             As of `run`; nothing for sequences that have ended since.
@@ -195,7 +197,7 @@ class StepRunner:
         Raises:
             Exception: whatever failed; the pools may hold any part of the step.
         """
-        tokens, logprobs = self._launcher.collect()
+        tokens, logprobs = self._launcher.collect(step.handle)
         return self._take(step.rows, step.positions, _Chosen(tokens.tolist(), logprobs.tolist()))
 
     def _prepare(self, plan: StepPlan, copies: PageCopies) -> tuple[_Rows, StepInputs]:

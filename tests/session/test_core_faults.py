@@ -18,7 +18,7 @@ from paged_trt.plugins.errors import ConfigError, ExecutionError, PagedTrtError
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import Draw, StepInputs
-from paged_trt.runtime.late_tokens import LateTokens
+from paged_trt.runtime.late_tokens import LateStep, LateTokens
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.session import Session
 
@@ -59,10 +59,12 @@ def assert_nothing_is_left(core: EngineCore) -> None:
 class RaisesAtOnce(LateTokens):
     """Its steps fail when they are handed over, not when their tokens are asked for."""
 
-    def launch(self, inputs: StepInputs, draw: Draw | None) -> None:
-        super().launch(inputs, draw)
-        if isinstance(self._running[-1], Exception):
-            raise self._running.pop()  # type: ignore[misc]
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> LateStep:
+        step = super().launch(inputs, draw)
+        if step.error is not None:
+            self._before = None
+            raise step.error
+        return step
 
 
 @pytest.mark.parametrize("mode", ["plain", "late errors", "errors at launch"])

@@ -16,7 +16,7 @@ from paged_trt.plugins.errors import ExecutionError, SequenceError
 from paged_trt.plugins.kv import TOKENS_PER_PAGE
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import Choices, Draw, Executor, StepInputs
-from paged_trt.runtime.late_tokens import LateTokens
+from paged_trt.runtime.late_tokens import LateStep, LateTokens
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.scheduler import StepPolicy
@@ -40,15 +40,15 @@ class Watched(LateTokens):
         self.calls: list[str] = []
         self.ids: list[list[int]] = []
 
-    def launch(self, inputs: StepInputs, draw: Draw | None) -> None:
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> LateStep:
         self.calls.append("launch")
+        assert self.calls.count("launch") <= self.calls.count("collect") + 2
         self.ids.append(inputs.input_ids.tolist())
-        super().launch(inputs, draw)
-        assert len(self._running) <= 2
+        return super().launch(inputs, draw)
 
-    def collect(self) -> Choices:
+    def collect(self, step: LateStep) -> Choices:
         self.calls.append("collect")
-        return super().collect()
+        return super().collect(step)
 
 
 class Clients:
