@@ -20,7 +20,7 @@ from paged_trt.plugins.errors import (
 )
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
-from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
 from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
@@ -44,10 +44,6 @@ _COUNTS: Final = (
     "failed",
     "cancelled",
 )
-
-
-PIPELINES_BY_DEFAULT: Final = False
-"""Whether steps overlap where nobody says so. It waits for a run on a GPU."""
 
 
 class EngineCore:

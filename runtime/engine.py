@@ -22,7 +22,7 @@ from paged_trt.plugins.manifest import (
     read_checked,
     read_manifest,
 )
-from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.runtime.tensorrt_loader import open_engine
@@ -33,7 +33,11 @@ _LOG: Final = logging.getLogger("paged_trt")
 
 
 def load_engine(
-    directory: Path | str, executor: str = "auto", *, device: int = 0, pipelines: bool = False
+    directory: Path | str,
+    executor: str = "auto",
+    *,
+    device: int = 0,
+    pipelines: bool = PIPELINES_BY_DEFAULT,
 ) -> Executor:
     """Open an engine directory.
 
@@ -77,7 +81,11 @@ def load_engine(
 
 
 def open_plan(
-    directory: Path | str, *, device: int = 0, uses_graphs: bool = True, pipelines: bool = False
+    directory: Path | str,
+    *,
+    device: int = 0,
+    uses_graphs: bool = True,
+    pipelines: bool = PIPELINES_BY_DEFAULT,
 ) -> TensorRtExecutor:
     """The TensorRT executor of an engine directory, for those who need more of it than `step`.
 

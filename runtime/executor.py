@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class StepInputs:
     past_lens: npt.NDArray[np.int32]
 
 
+PIPELINES_BY_DEFAULT: Final = False
+"""Whether steps overlap where nobody says so. It waits for a run on a GPU."""
 Choices = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 """Tokens of sequence rows, an id outside the vocabulary where a row has no largest logit, and
 their logprobs."""

@@ -21,15 +21,12 @@ class TimedExecutor:
         executor: does all else.
 
     Attributes:
-        decode_seconds: of each decode step.
-        wait_seconds: the part of each decode step that waited for the device; 0 where the
-            executor does not tell.
+        decode_seconds: of each decode step, but for those that are launched.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.decode_seconds: list[float] = []
-        self.wait_seconds: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -51,14 +48,14 @@ class TimedExecutor:
     def _time(
         self, step: Callable[..., _Result], inputs: StepInputs, *rest: Any, **options: Any
     ) -> _Result:
-        waited, begin = self._waited(), time.perf_counter()
+        begin = time.perf_counter()
         result = step(inputs, *rest, **options)
         seconds = time.perf_counter() - begin
         if len(inputs.input_ids) == len(inputs.past_lens):
             self.decode_seconds.append(seconds)
-            self.wait_seconds.append(self._waited() - waited)
         return result
 
-    def _waited(self) -> float:
+    def waited(self) -> float:
+        """How long the executor has waited for the device, in seconds; 0 where it does not tell."""
         read = getattr(self._executor, "stats", None)
         return float(read().wait_seconds) if read is not None else 0.0
