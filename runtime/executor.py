@@ -130,7 +130,8 @@ class Executor(Protocol):
     """Runs one step of a paged model and owns its KV pools.
 
     A step either updates the pools and returns logits, or raises and the sequences of that
-    step are lost: the session releases their pages.
+    step are lost: the session releases their pages. One that can hand steps over before others
+    have ended has a `StepLauncher` as its attribute `launcher`.
     """
 
     @property

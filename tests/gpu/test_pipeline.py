@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu.engines import ToyEngine, prompts
-from unit.test_launched_steps import step_of
 
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.engine import open_plan
+from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
@@ -76,6 +76,17 @@ def test_end_tokens_come_one_step_late_and_change_no_text(executor: TensorRtExec
         length = min(len(each) for each in expected)
         assert [each.token for each in mine][:length] == [each.token for each in theirs][:length]
         assert mine[-1].finished is not None
+
+
+def step_of(ids: list[int], past: int) -> StepInputs:
+    """A step of one sequence on page 0."""
+    return StepInputs(
+        input_ids=np.asarray(ids),
+        position_ids=np.arange(past, past + len(ids)),
+        page_table=np.zeros((1, 1), np.int32),
+        query_start_offsets=np.asarray([0, len(ids)], np.int32),
+        past_lens=np.asarray([past], np.int32),
+    )
 
 
 def test_the_kernel_takes_tokens_over(executor: TensorRtExecutor) -> None:

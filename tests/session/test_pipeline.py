@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from session.test_sampling import Spread
 
 from paged_trt.plugins.errors import ExecutionError, SequenceError
 from paged_trt.plugins.kv import TOKENS_PER_PAGE
+from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.executor import Choices, Draw, Executor, StepInputs
 from paged_trt.runtime.late_tokens import LateStep, LateTokens
-from paged_trt.runtime.requests import GREEDY, SamplingSpec
+from paged_trt.runtime.requests import GREEDY, GenerationRequest, SamplingSpec, TokenEvent
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.scheduler import StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
@@ -373,3 +375,40 @@ def test_it_is_off_where_nobody_asks_for_it() -> None:
     while core.has_work:
         core.step()
     assert executor.launcher.calls == []
+
+
+def test_streams_that_come_and_go_while_steps_overlap() -> None:
+    """Every fourth client leaves after two tokens, as one does that has found its stop string."""
+    core = EngineCore(HistoryExecutor(make_spec(), bucketed=True), pipelines=True)
+    prompts = [prompt_of(3 + 11 * index, seed=index) for index in range(16)]
+
+    async def read(session: AsyncSession, index: int) -> list[TokenEvent]:
+        request = GenerationRequest(
+            request_id=str(index), prompt_tokens=tuple(prompts[index]), max_new_tokens=30
+        )
+        events: list[TokenEvent] = []
+        stream = session.stream(request)
+        async for event in stream:
+            events.append(event)
+            if index % 4 == 3 and len(events) == 2:
+                await stream.aclose()
+                break
+        return events
+
+    async def main() -> list[list[TokenEvent]]:
+        session = AsyncSession(core)
+        try:
+            return await asyncio.gather(*(read(session, index) for index in range(16)))
+        finally:
+            await session.aclose()
+
+    for index, events in enumerate(asyncio.run(main())):
+        tokens = tuple(event.token for event in events)
+        assert tokens == continuation(prompts[index], 30, VOCAB)[: len(tokens)]
+        assert len(tokens) == (2 if index % 4 == 3 else 30)
+        ends = [event.finish_reason for event in events if event.finish_reason is not None]
+        assert ends == ([] if index % 4 == 3 else ["length"])
+    assert core.stats().pages_in_use == 0
+    assert core.stats().finished >= 12
+    core.batch.registry.check()
+    core.close()
