@@ -195,6 +195,37 @@ class Stream:
             check(self._driver.cuStreamDestroy(stream), "cuStreamDestroy")
 
 
+class Event:
+    """A place in the work of a stream that the host can wait for; it takes no times.
+
+    Args:
+        driver: module of driver calls.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._event: Any = check(driver.cuEventCreate(flag), "cuEventCreate")
+
+    def record(self, stream: Stream) -> None:
+        """Mark the end of what is on a stream now."""
+        check(self._driver.cuEventRecord(self._event, stream.handle), "cuEventRecord")
+
+    def synchronize(self) -> None:
+        """Wait for what was marked last.
+
+        Raises:
+            ExecutionError: something before it failed.
+        """
+        check(self._driver.cuEventSynchronize(self._event), "cuEventSynchronize")
+
+    def close(self) -> None:
+        """Destroy the event; a second call does nothing."""
+        if self._event is not None:
+            event, self._event = self._event, None
+            check(self._driver.cuEventDestroy(event), "cuEventDestroy")
+
+
 class Graph:
     """An executable graph.
 

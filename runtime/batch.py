@@ -110,7 +110,7 @@ class Batch:
         sequence.past_len = page_positions(len(shared)).start
         sequence.num_described = len(shared)
         sequence.content = found[-1][1] if found else root
-        self.free_unseen(sequence)
+        self.free_unseen(sequence, sequence.past_len)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.past_len
 
@@ -146,16 +146,20 @@ class Batch:
         reused = tokens_in_pages(len(shared))
         sequence.past_len += reused
         sequence.num_described, sequence.content = end, found[-1][1]
-        self.free_unseen(sequence)
+        self.free_unseen(sequence, sequence.past_len)
         return reused
 
     def fork(self, source: LiveSequence, target: LiveSequence) -> None:
         """Give a sequence the next slot, and the pages of another one, which it goes on from.
 
+        It goes on from the tokens that are known: what a running step gives `source` is not its
+        own, and the token that this step runs is run again on a copy of its page.
+
         Raises:
             SequenceError: every slot is taken, or `source` has no slot or prefills.
         """
-        if source not in self._by_slot or not source.decodes or not self.has_free_slot:
+        has_text = source.decodes and source.num_known > source.prompt_len
+        if source not in self._by_slot or not has_text or not self.has_free_slot:
             raise SequenceError(
                 f"sequence {source.sequence_id} cannot be forked now: its prompt must be done, it "
                 f"must have a slot, and so must the fork ({len(self)} of {self._capacity} slots "
@@ -171,10 +175,10 @@ class Batch:
         self._by_slot.append(target)
         target.slot = len(self._by_slot) - 1
         target.pages = list(source.pages)
-        target.past_len = target.num_cached = source.past_len
+        target.past_len = target.num_cached = source.num_known - 1
         target.content, target.num_described = source.content, source.num_described
         # Both must look before they write: the page that is being filled is shared.
-        source.room = target.room = source.past_len
+        source.room, target.room = source.past_len, target.past_len
 
     def get(self, sequence_id: int) -> LiveSequence | None:
         """The running sequence with this id."""
@@ -210,13 +214,12 @@ class Batch:
             sequence.room = tokens_in_pages(len(sequence.pages))
         return copies
 
-    def advance(self, sequence: LiveSequence, end: int) -> None:
-        """Note that the tokens up to `end` are in the pool now.
+    def review(self, sequence: LiveSequence, end: int) -> None:
+        """Look at the pages of a sequence whose tokens up to `end` are in the pool for sure.
 
         Full pages are described to the registry, so that others can begin with them, and the
         pages that no layer sees any more are given back.
         """
-        sequence.past_len = end
         if end < sequence.review_at:
             return
         for index in range(sequence.num_described, full_pages(end)):
@@ -227,14 +230,14 @@ class Batch:
                     sequence.tokens[page_positions(index)],
                 )
             sequence.num_described = index + 1
-        self.free_unseen(sequence)
+        self.free_unseen(sequence, end)
         sequence.review_at = end + 1
         if self._window == FULL_WINDOW:
             sequence.review_at = tokens_in_pages(sequence.num_described + 1)
 
-    def free_unseen(self, sequence: LiveSequence) -> None:
-        """Give back the pages below every layer's window."""
-        first = first_visible_page(sequence.past_len, self._window)
+    def free_unseen(self, sequence: LiveSequence, end: int) -> None:
+        """Give back the pages that no layer sees from position `end` on."""
+        first = first_visible_page(end, self._window)
         unseen = [page for page in sequence.pages[:first] if page != UNUSED_PAGE_ENTRY]
         if not unseen:
             return

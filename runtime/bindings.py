@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from paged_trt.plugins.device import Stream
+from paged_trt.plugins.device import Event, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError
-from paged_trt.plugins.launch.args import SampleArgs
+from paged_trt.plugins.launch.args import SampleArgs, TakeTokensArgs
 from paged_trt.plugins.launch.sampling import SampleRow
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import (
@@ -37,20 +37,62 @@ Binding = tuple[int, tuple[int, ...] | None]
 _ROW_BYTES: Final = ctypes.sizeof(SampleRow)
 
 
+class Staging:
+    """Page-locked memory of one step: what it sends, and the tokens that come back.
+
+    Args:
+        arena: owner of the memory.
+        driver: module of driver calls.
+        input_bytes: of everything but the page table.
+        table_entries: of the page table.
+        batch: most sequence rows.
+
+    Attributes:
+        inputs: ids, positions, offsets, lengths and sampling parameters.
+        table: rows of the page table that changed, each at its place.
+        tokens: `[N]` int64, and right behind them their logprobs `[N]` float32.
+        done: marks the end of the step; only then may another one use this memory.
+    """
+
+    def __init__(
+        self, arena: DeviceArena, driver: Any, *, input_bytes: int, table_entries: int, batch: int
+    ) -> None:
+        self.inputs = arena.allocate_pinned(input_bytes)
+        self.table = arena.allocate_pinned(4 * table_entries).view(np.int32)
+        self.tokens = arena.allocate_pinned(12 * batch)
+        self.done = Event(driver)
+
+    def next_tokens(self, step: StepShape) -> npt.NDArray[np.int64]:
+        """A copy of the next tokens, `[N]`."""
+        return self.tokens[: 8 * step.num_seqs].view(np.int64).copy()
+
+    def logprobs(self, step: StepShape) -> npt.NDArray[np.float32]:
+        """A copy of the logprobs of the next tokens, `[N]`."""
+        raw = self.tokens[8 * step.num_seqs : 12 * step.num_seqs]
+        return raw.view(np.float32).copy()
+
+
 class StepBuffers:
-    """Page-locked and device memory of one step.
+    """Page-locked and device memory of steps.
 
     Ids, positions, offsets, lengths and sampling parameters lie in one block, so that one copy
     brings them all. The
-    page table has its own block and travels only when it changed: its page-locked block is
-    what the device holds.
+    page table has its own block and travels only when it changed.
+
+    The page-locked memory is there twice: one step is put into the one while the copies of the
+    step before it may still read the other one. Device memory is there once: everything runs on
+    one stream.
 
     Args:
         arena: owner of the memory.
         spec: interface of the engine.
+        driver: module of driver calls.
+
+    Attributes:
+        staging: of the step that is being made.
     """
 
-    def __init__(self, arena: DeviceArena, spec: EngineSpec) -> None:
+    def __init__(self, arena: DeviceArena, spec: EngineSpec, driver: Any) -> None:
         self._spec = spec
         rows, batch = spec.max_token_rows, spec.pool.max_batch_size
         self._lens_at = aligned(4 * (batch + 1))
@@ -58,26 +100,40 @@ class StepBuffers:
         self._ids_at = self._rows_at + aligned(_ROW_BYTES * batch)
         parts = 2 if spec.reads_position_ids else 1
         size = self._ids_at + parts * aligned(8 * rows)
-        self._host = arena.allocate_pinned(size)
         self._device = arena.allocate(size, "the inputs of a step")
-        table_bytes = 4 * spec.pool.table_entries()
-        self._table_host = arena.allocate_pinned(table_bytes).view(np.int32)
-        self._table_device = arena.allocate(table_bytes, "the page table")
+        table_entries = spec.pool.table_entries()
+        self._table_device = arena.allocate(4 * table_entries, "the page table")
+        # What the device holds.
+        self._table_sent: npt.NDArray[np.int32] = np.zeros(table_entries, np.int32)
         self._table_shape: tuple[int, ...] | None = None
         self._num_logits = batch if spec.logits_mode is LogitsMode.LAST else rows
         logits_bytes = self._num_logits * spec.vocab_size * spec.logits_dtype.itemsize
         self._logits_host = arena.allocate_pinned(logits_bytes)
         self._logits_device = arena.allocate(logits_bytes, "the logits")
-        # Tokens `[N]` int64, and right behind them their logprobs `[N]` float32.
-        self._tokens_host = arena.allocate_pinned(12 * batch)
         self._tokens_device = arena.allocate(12 * batch, "the next tokens")
+        self._stagings = [
+            Staging(arena, driver, input_bytes=size, table_entries=table_entries, batch=batch)
+            for _ in range(2)
+        ]
+        self.staging = self._stagings[0]
         self.num_copies = 0
         self.num_table_copies = 0
+
+    def turn(self) -> Staging:
+        """Make the next step in the other page-locked memory; its last step is done."""
+        self._stagings.reverse()
+        self.staging = self._stagings[0]
+        return self.staging
+
+    def close(self) -> None:
+        """Destroy the events; a second call does nothing."""
+        for staging in self._stagings:
+            staging.done.close()
 
     def upload(self, inputs: StepInputs, stream: Stream) -> None:
         """Send a step's inputs: one copy, and one more where the page table changed.
 
-        The stream must be idle: an earlier step's copies read the same blocks.
+        No step that is not done may use the same `staging`: its copies read the same blocks.
         """
         num_tokens = len(inputs.input_ids)
         self._put(0, inputs.query_start_offsets)
@@ -88,7 +144,7 @@ class StepBuffers:
             start = self._positions_at(num_tokens)
             self._put(start, inputs.position_ids)
             end = start + 8 * num_tokens
-        stream.upload(self._device, self._host.ctypes.data, end)
+        stream.upload(self._device, self.staging.inputs.ctypes.data, end)
         self.num_copies += 1
         self._upload_table(inputs.page_table, stream)
 
@@ -153,18 +209,19 @@ class StepBuffers:
     def download_tokens(
         self, step: StepShape, stream: Stream, *, with_logprobs: bool = False
     ) -> None:
-        """Ask for the next tokens of a step; `tokens` has them once the stream is idle."""
+        """Ask for the next tokens of a step; `staging` has them once the step is done."""
         size = (12 if with_logprobs else 8) * step.num_seqs
-        stream.download(self._tokens_host.ctypes.data, self._tokens_device, size)
+        stream.download(self.staging.tokens.ctypes.data, self._tokens_device, size)
 
-    def tokens(self, step: StepShape) -> npt.NDArray[np.int64]:
-        """A copy of the next tokens, `[N]`."""
-        return self._tokens_host[: 8 * step.num_seqs].view(np.int64).copy()
-
-    def logprobs(self, step: StepShape) -> npt.NDArray[np.float32]:
-        """A copy of the logprobs of the next tokens, `[N]`."""
-        raw = self._tokens_host[8 * step.num_seqs : 12 * step.num_seqs]
-        return raw.view(np.float32).copy()
+    def take_args(self, num_tokens: int) -> TakeTokensArgs:
+        """Argument block of the kernel that takes tokens of the step before among T ids."""
+        return TakeTokensArgs(
+            ids=self._device + self._ids_at,
+            tokens=self._tokens_device,
+            num_tokens=num_tokens,
+            num_seqs=self._spec.pool.max_batch_size,
+            vocab_size=self._spec.vocab_size,
+        )
 
     def _rows(self, step: StepShape) -> int:
         return step.num_seqs if self._spec.logits_mode is LogitsMode.LAST else step.num_tokens
@@ -173,10 +230,10 @@ class StepBuffers:
         return self._ids_at + aligned(8 * num_tokens)
 
     def _put(self, place: int, array: npt.NDArray[Any]) -> None:
-        self._host[place : place + array.nbytes].view(array.dtype)[:] = array
+        self.staging.inputs[place : place + array.nbytes].view(array.dtype)[:] = array
 
     def _upload_table(self, table: npt.NDArray[np.int32], stream: Stream) -> None:
-        sent = self._table_host[: table.size].reshape(table.shape)
+        sent = self._table_sent[: table.size].reshape(table.shape)
         first, end = 0, len(table)
         if self._table_shape == table.shape:
             changed = np.flatnonzero((sent != table).any(axis=1))
@@ -186,9 +243,10 @@ class StepBuffers:
         self._table_shape = None
         sent[first:end] = table[first:end]
         # From the first row that changed to the last one, in one copy.
-        rows = sent[first:end]
-        start = rows.ctypes.data - self._table_host.ctypes.data
-        stream.upload(self._table_device + start, rows.ctypes.data, rows.nbytes)
+        width = table.shape[1]
+        rows = self.staging.table[first * width : end * width]
+        rows[:] = table[first:end].reshape(-1)
+        stream.upload(self._table_device + 4 * first * width, rows.ctypes.data, rows.nbytes)
         self.num_table_copies += 1
         self._table_shape = table.shape
 

@@ -19,7 +19,7 @@ from paged_trt.plugins.errors import (
 )
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
-from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
 from paged_trt.runtime.fair_lock import FairLock
 from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
@@ -27,7 +27,7 @@ from paged_trt.runtime.results import NO_TOKEN, SessionStats, StepResult
 from paged_trt.runtime.sampler import with_seed
 from paged_trt.runtime.scheduler import Scheduler, StepPlan, StepPolicy
 from paged_trt.runtime.sequences import FinishReason, LiveSequence
-from paged_trt.runtime.step_runner import Sampled, StepRunner
+from paged_trt.runtime.step_runner import LaunchedStep, Sampled, StepRunner
 from paged_trt.runtime.waiting import WaitingLine
 
 _LOG = logging.getLogger("paged_trt")
@@ -67,6 +67,10 @@ class EngineCore:
         max_waiting: sequences that may wait at most; None for no limit.
         poisons_freed: fill pages with NaN when their content is lost, to find a read of a page
             that nobody owns; it costs time.
+        pipelines: hand a decode step over before the tokens of the step before it are known. The
+            results do not depend on it. A sequence that ends by an end token is in one step more,
+            whose token for it is thrown away. It gains time only where an executor has a
+            `launcher` of its own.
 
     Raises:
         KvPoolError: `page_order` is no permutation of the pool's pages.
@@ -82,6 +86,7 @@ class EngineCore:
         reuses_prefixes: bool = True,
         max_waiting: int | None = None,
         poisons_freed: bool = False,
+        pipelines: bool = PIPELINES_BY_DEFAULT,
     ) -> None:
         spec = executor.spec
         self.executor = executor
@@ -98,7 +103,9 @@ class EngineCore:
             bucketed_shapes=executor.bucketed_shapes
             if bucketed_shapes is None
             else bucketed_shapes,
+            pipelines=pipelines,
         )
+        self._running: LaunchedStep | None = None
         self._scheduler = Scheduler(max_num_tokens=spec.max_num_tokens, policy=policy)
         self._lock = FairLock()
         self._waiting = WaitingLine(max_waiting)
@@ -265,18 +272,25 @@ class EngineCore:
     def _step(self, meanwhile: Callable[[], None] | None) -> bool:
         self.require_open()
         self._take_orders()
-        found = self._planner.next()
-        if found is None:
-            return bool(self._waiting)
-        if meanwhile is not None:
-            self.executor.during_next_step(meanwhile)
-        self._run(*found)
+        self._collect_surplus()
+        if self._running is None:
+            found = self._planner.next()
+            if found is None:
+                return bool(self._waiting)
+            if not self._runner.can_launch(found[0]):
+                self._run(*found, meanwhile)
+                return True
+            self._launch(*found)
+        if self._running is not None:
+            self._run_ahead(self._running, meanwhile)
         return True
 
     def _close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
+        # Nobody is left who reads what it gives.
+        self._running = None
         self._take_orders()
         self.executor.close()
 
@@ -291,13 +305,66 @@ class EngineCore:
             for sequence in (*self.batch, *self._waiting):
                 self._fail(sequence, error)
 
-    def _run(self, plan: StepPlan, copies: PageCopies) -> None:
+    def _run(
+        self, plan: StepPlan, copies: PageCopies, meanwhile: Callable[[], None] | None
+    ) -> None:
+        """Run a step to its end."""
+        if meanwhile is not None:
+            self.executor.during_next_step(meanwhile)
         try:
             sampled = self._runner.run(plan, copies)
         except BaseException as error:
             self._fail_step(plan, error)
             return
         self._scheduler.note(plan)
+        self._take(plan, sampled)
+
+    def _launch(self, plan: StepPlan, copies: PageCopies) -> None:
+        """Hand a step over while none runs."""
+        try:
+            self._running = self._runner.launch(plan, copies)
+        except BaseException as error:
+            self._fail_step(plan, error)
+            return
+        self._scheduler.note(plan)
+
+    def _run_ahead(self, running: LaunchedStep, meanwhile: Callable[[], None] | None) -> None:
+        """Hand the next step over where it need not wait, and take what the running one gives."""
+        found = self._planner.ahead(self._runner.can_launch)
+        self._running, failure = None, None
+        try:
+            if found is not None:
+                self._running = self._runner.launch(*found)
+                self._scheduler.note(found[0])
+        except BaseException as error:
+            failure = error
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._collect(running)
+        finally:
+            # Those that the running step ended have had their tokens.
+            if found is not None and failure is not None:
+                self._fail_step(found[0], failure)
+
+    def _collect_surplus(self) -> None:
+        """Take away a running step whose sequences have all ended."""
+        step = self._running
+        if step is not None and all(each.slot < 0 for each in step.rows.sequences):
+            self._running = None
+            self._collect(step)
+
+    def _collect(self, step: LaunchedStep) -> None:
+        """Wait for a launched step; nothing for those whose sequences have ended since."""
+        try:
+            sampled = self._runner.collect(step)
+        except BaseException as error:
+            self._fail_step(step.plan, error)
+            return
+        self._take(step.plan, sampled)
+
+    def _take(self, plan: StepPlan, sampled: list[Sampled]) -> None:
+        """Deliver what a step gave."""
         self._counts["prefill_steps" if plan.is_prefill else "decode_steps"] += 1
         self._counts["mixed_steps"] += plan.is_mixed
         for each in sampled:
@@ -314,7 +381,7 @@ class EngineCore:
     def _take_token(self, sampled: Sampled) -> None:
         sequence = sampled.sequence
         self._counts["new_tokens"] += 1
-        finished = sequence.take(sampled.token)
+        finished = sequence.learn(sampled.position, sampled.token)
         if finished is not None:
             self.batch.drop(sequence)
             self._counts["finished"] += 1
@@ -331,7 +398,7 @@ class EngineCore:
         )
 
     def _fail_step(self, plan: StepPlan, error: BaseException) -> None:
-        """End the sequences of a step: the pools may hold any part of it.
+        """End the sequences of a step that have not ended: the pools may hold any part of it.
 
         Raises:
             BaseException: `error`, where it is no Exception.
@@ -345,7 +412,9 @@ class EngineCore:
             extra={"event": "step_failed", "sequences": len(plan.segments)},
         )
         for segment in plan.segments:
-            self._fail(segment.sequence, named)
+            # Another step may have ended it since this one was handed over.
+            if segment.sequence.slot >= 0:
+                self._fail(segment.sequence, named)
         if not isinstance(error, Exception):
             raise error
 

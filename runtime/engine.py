@@ -22,7 +22,7 @@ from paged_trt.plugins.manifest import (
     read_checked,
     read_manifest,
 )
-from paged_trt.runtime.executor import Executor
+from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
 from paged_trt.runtime.reference_executor import ReferenceExecutor
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
 from paged_trt.runtime.tensorrt_loader import open_engine
@@ -32,7 +32,13 @@ EXECUTORS: Final = ("auto", "tensorrt", "reference")
 _LOG: Final = logging.getLogger("paged_trt")
 
 
-def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 0) -> Executor:
+def load_engine(
+    directory: Path | str,
+    executor: str = "auto",
+    *,
+    device: int = 0,
+    pipelines: bool = PIPELINES_BY_DEFAULT,
+) -> Executor:
     """Open an engine directory.
 
     Args:
@@ -41,6 +47,7 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
             takes the first that can run; a fall back to the reference is one of the
             executor's notes.
         device: number of the CUDA device that runs the plan.
+        pipelines: load what `EngineCore(pipelines=True)` needs to overlap steps on a GPU.
 
     Raises:
         ConfigError: there is no executor of that name.
@@ -59,7 +66,7 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
         return _load_reference(folder, manifest, notes=())
     scales = _scales(folder, manifest)
     try:
-        return open_engine(folder, manifest, kv_scales=scales, ordinal=device)
+        return open_engine(folder, manifest, kv_scales=scales, ordinal=device, pipelines=pipelines)
     except UnsupportedError as error:
         if executor == "tensorrt":
             # Behind the last lines of a log it stands on a line of its own.
@@ -74,7 +81,11 @@ def load_engine(directory: Path | str, executor: str = "auto", *, device: int = 
 
 
 def open_plan(
-    directory: Path | str, *, device: int = 0, uses_graphs: bool = True
+    directory: Path | str,
+    *,
+    device: int = 0,
+    uses_graphs: bool = True,
+    pipelines: bool = PIPELINES_BY_DEFAULT,
 ) -> TensorRtExecutor:
     """The TensorRT executor of an engine directory, for those who need more of it than `step`.
 
@@ -82,6 +93,7 @@ def open_plan(
         directory: what `paged-trt build` wrote.
         device: number of the CUDA device.
         uses_graphs: replay decode steps as CUDA graphs.
+        pipelines: as of `load_engine`.
 
     Raises:
         PagedTrtError: as `load_engine` with `tensorrt`.
@@ -89,7 +101,14 @@ def open_plan(
     folder = Path(directory)
     manifest = _checked_manifest(folder)
     scales = _scales(folder, manifest)
-    return open_engine(folder, manifest, kv_scales=scales, ordinal=device, uses_graphs=uses_graphs)
+    return open_engine(
+        folder,
+        manifest,
+        kv_scales=scales,
+        ordinal=device,
+        uses_graphs=uses_graphs,
+        pipelines=pipelines,
+    )
 
 
 def open_reference(directory: Path | str, *, keeps_layers: bool = False) -> ReferenceExecutor:

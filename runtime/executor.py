@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ class StepInputs:
     most T.
 
     Attributes:
-        input_ids: `[T]` int64.
+        input_ids: `[T]` int64; in a step that is launched, `token_of_row(row)` stands for what
+            that row of the step launched before it chooses.
         position_ids: `[T]` int64, position of each token in its sequence; 0 on padding.
         page_table: `[N, M]` int32, UNUSED_PAGE_ENTRY where no page is.
         query_start_offsets: `[N + 1]` int32.
@@ -36,6 +37,80 @@ class StepInputs:
     page_table: npt.NDArray[np.int32]
     query_start_offsets: npt.NDArray[np.int32]
     past_lens: npt.NDArray[np.int32]
+
+
+PIPELINES_BY_DEFAULT: Final = False
+"""Whether steps overlap where nobody says so. It waits for a run on a GPU."""
+Choices = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""Tokens of sequence rows, an id outside the vocabulary where a row has no largest logit, and
+their logprobs."""
+
+
+def token_of_row(row: int) -> int:
+    """A token id that stands for what a row of the step before chooses: negative, as no id is."""
+    return -1 - row
+
+
+def row_of_token(token: int) -> int:
+    """The row that a negative token id stands for."""
+    return -1 - token
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How the tokens of the first rows of a step are drawn from the logits.
+
+    Attributes:
+        specs: for each row that holds a sequence, with a seed where its temperature is not 0.
+        steps: index of the token that each of them draws, from 0.
+        with_logprobs: whether somebody reads the logprobs.
+    """
+
+    specs: Sequence[Sampling]
+    steps: Sequence[int]
+    with_logprobs: bool
+
+
+class StepLauncher(Protocol):
+    """Steps in two halves, so that a step is handed over before the one before it has ended.
+
+    Steps, copies of pages and poison run in the order of the calls. A step is collected before the
+    second one behind it is launched.
+    """
+
+    @property
+    def draws(self) -> bool:
+        """Whether `launch` takes a `Draw`; otherwise the engine must choose by itself."""
+        ...
+
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> object:
+        """Hand a step over.
+
+        Args:
+            inputs: of the step; its arrays may be overwritten right after the call.
+            draw: how tokens are chosen; None for the greedy choices of an engine that gives them.
+
+        Returns:
+            The step, for `collect`.
+
+        Raises:
+            Exception: it was not handed over, or only a part of it.
+        """
+        ...
+
+    def collect(self, step: Any) -> Choices:
+        """Wait for a step.
+
+        Args:
+            step: what `launch` returned.
+
+        Returns:
+            At least the rows that hold a sequence.
+
+        Raises:
+            Exception: it failed.
+        """
+        ...
 
 
 def require_next_tokens(spec: EngineSpec) -> None:
@@ -55,7 +130,8 @@ class Executor(Protocol):
     """Runs one step of a paged model and owns its KV pools.
 
     A step either updates the pools and returns logits, or raises and the sequences of that
-    step are lost: the session releases their pages.
+    step are lost: the session releases their pages. One that can hand steps over before others
+    have ended has a `StepLauncher` as its attribute `launcher`.
     """
 
     @property

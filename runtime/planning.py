@@ -64,6 +64,27 @@ class StepPlanner:
                 self._fail_step(plan, error)
         return None
 
+    def ahead(self, can_launch: Callable[[StepPlan], bool]) -> tuple[StepPlan, PageCopies] | None:
+        """A step of decode rows to hand over while the one before it runs.
+
+        Its tokens are not known, so it takes nothing from anybody: where the next step is no such
+        one, or needs pages of others, it has to wait.
+
+        Args:
+            can_launch: whether a step can be handed over before another one has ended.
+        """
+        self._admit()
+        plan = self._scheduler.plan(self._batch)
+        if plan is None or plan.is_prefill or not can_launch(plan):
+            return None
+        try:
+            return plan, self._batch.grow(plan)
+        except PagesExhausted:
+            return None
+        except BaseException as error:
+            self._fail_step(plan, error)
+            return None
+
     def _admit(self) -> None:
         """Give slots and pages to waiting sequences, the first one first: none is overtaken."""
         while self._batch.has_free_slot and (sequence := self._waiting.first) is not None:

@@ -44,11 +44,6 @@ class Segment:
         """Tokens of the sequence in the pool after the step."""
         return self.sequence.past_len + self.num_tokens
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step gives the sequence a new token: all known tokens are run then."""
-        return self.end == self.sequence.num_tokens
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -93,7 +88,8 @@ class Scheduler:
         Args:
             sequences: those that have a slot, in slot order.
         """
-        live = tuple(sequences)
+        # Who gets its last token from a step that runs has nothing left to run.
+        live = tuple([each for each in sequences if each.num_tokens < len(each.tokens)])
         decoding = [each for each in live if each.decodes]
         if len(decoding) == len(live):
             return self._decode_step(live)

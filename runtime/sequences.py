@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from paged_trt.plugins.errors import SequenceError
 from paged_trt.plugins.tensors import EngineSpec
+from paged_trt.runtime.executor import token_of_row
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 
 if TYPE_CHECKING:
@@ -40,12 +41,14 @@ class LiveSequence:
         deliver: takes its results, in the thread that runs the step; it must not raise.
 
     Attributes:
-        tokens: `[prompt_len + max_new_tokens]` int64; the first `num_tokens` are known.
+        tokens: `[prompt_len + max_new_tokens]` int64; the first `num_tokens` are there, of which
+            the last `num_unknown` say which row of a running step they come from.
         num_tokens: tokens of the prompt and tokens generated so far.
+        num_unknown: tokens that a running step generates.
         slot: row of the page table; -1 while it waits.
         pages: page ids in the order of the sequence, unused entries where they were freed
             because no layer sees them any more.
-        past_len: tokens in the pool.
+        past_len: tokens in the pool, those that a running step writes included.
         content: what its described pages hold; None where no more can be described.
         num_described: its first pages, whose content the registry was told of.
         room: tokens that its pages hold without another page or a copy of one.
@@ -63,6 +66,7 @@ class LiveSequence:
         "num_cached",
         "num_described",
         "num_tokens",
+        "num_unknown",
         "pages",
         "past_len",
         "prefill_chunk",
@@ -91,6 +95,7 @@ class LiveSequence:
     ) -> None:
         self.sequence_id = sequence_id
         self.prompt_len = self.num_tokens = len(prompt)
+        self.num_unknown = 0
         self.max_new_tokens = max_new_tokens
         self.tokens: npt.NDArray[np.int64] = np.zeros(len(prompt) + max_new_tokens, np.int64)
         self.tokens[: len(prompt)] = prompt
@@ -104,7 +109,7 @@ class LiveSequence:
         self.forget_pages()
 
     def copy(self, sequence_id: int, deliver: Callable[[StepResult], None]) -> LiveSequence:
-        """Another sequence of the same tokens, without a slot and pages."""
+        """Another sequence of the tokens that are known, without a slot and pages."""
         other = LiveSequence(
             sequence_id=sequence_id,
             prompt=self.tokens[: self.prompt_len],
@@ -116,8 +121,8 @@ class LiveSequence:
             adapter=self.adapter,
             deliver=deliver,
         )
-        other.tokens[:] = self.tokens
-        other.num_tokens = self.num_tokens
+        other.num_tokens = self.num_known
+        other.tokens[: other.num_tokens] = self.tokens[: other.num_tokens]
         return other
 
     def forget_pages(self) -> None:
@@ -134,8 +139,13 @@ class LiveSequence:
         return self.num_tokens - self.prompt_len
 
     @property
+    def num_known(self) -> int:
+        """Tokens of the prompt and generated tokens that no running step is to give."""
+        return self.num_tokens - self.num_unknown
+
+    @property
     def num_left(self) -> int:
-        """Known tokens that are not in the pool yet."""
+        """Tokens that are not in the pool yet."""
         return self.num_tokens - self.past_len
 
     @property
@@ -147,13 +157,21 @@ class LiveSequence:
         """The `count` token ids that the next step appends, `[count]` int64."""
         return self.tokens[self.past_len : self.past_len + count]
 
-    def take(self, token: int) -> FinishReason | None:
-        """Append a new token; why the sequence ends with it, None where it goes on."""
-        self.tokens[self.num_tokens] = token
+    def expect(self, row: int) -> int:
+        """Its next token comes from a row of the step that runs now; the token's position."""
+        position = self.num_tokens
+        self.tokens[position] = token_of_row(row)
         self.num_tokens += 1
+        self.num_unknown += 1
+        return position
+
+    def learn(self, position: int, token: int) -> FinishReason | None:
+        """Put a token where it was expected; why the sequence ends with it, or None."""
+        self.tokens[position] = token
+        self.num_unknown -= 1
         if token in self.stop_token_ids:
             return FinishReason.EOS
-        return FinishReason.LENGTH if self.num_new_tokens >= self.max_new_tokens else None
+        return FinishReason.LENGTH if position + 1 >= len(self.tokens) else None
 
 
 def check_prompt(

@@ -248,7 +248,8 @@ class Session:
     def snapshot(self) -> PoolSnapshot:
         """Who holds which page now, for `runtime.snapshot`."""
         batch = self._core.batch
-        tokens = {sequence.slot: sequence.past_len for sequence in batch}
+        # What a running step writes is not there yet.
+        tokens = {each.slot: each.past_len - each.num_unknown for each in batch}
         return take_snapshot(self._core.spec.pool, batch.registry, batch.table, tokens)
 
     def close(self) -> None:

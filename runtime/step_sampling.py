@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paged_trt.plugins.device import KernelLaunch, Stream
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.launch.args import SampleArgs
-from paged_trt.plugins.launch.sampling import SAMPLE_THREADS, can_sample
+from paged_trt.plugins.launch.sampling import SAMPLE_THREADS, TAKE_TOKENS, can_sample
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.bindings import StepBuffers
@@ -100,7 +100,7 @@ class StepSampler:
         *,
         with_logprobs: bool,
     ) -> None:
-        """Put the parameters among the step's inputs; the stream must be idle.
+        """Put the parameters among the step's inputs.
 
         Args:
             inputs: of the step; rows that do not draw take their largest logit.
@@ -127,10 +127,11 @@ class StepSampler:
 
     def result(self, step: StepShape, rows: Sequence[int]) -> Sampled:
         """What the rows drew, once the stream is idle; `row_error` names those that could not."""
-        tokens = self._buffers.tokens(step)[list(rows)]
+        staging = self._buffers.staging
+        tokens = staging.next_tokens(step)[list(rows)]
         if not self._with_logprobs:
             return tokens, np.zeros(len(rows), np.float32)
-        return tokens, self._buffers.logprobs(step)[list(rows)]
+        return tokens, staging.logprobs(step)[list(rows)]
 
     def _make(self, num_seqs: int, with_logprobs: bool) -> KernelLaunch:
         block: SampleArgs = self._buffers.sample_args(num_seqs, with_logprobs=with_logprobs)
@@ -144,3 +145,33 @@ class StepSampler:
             label=f"the sampling kernel of {num_seqs} rows",
             driver=self._driver,
         )
+
+
+class TokenTaker:
+    """Takes the tokens of the step before over on the device, where ids of a step say so.
+
+    Args:
+        function: the loaded kernel.
+        buffers: where ids and tokens lie.
+        driver: module of driver calls.
+    """
+
+    def __init__(self, function: Any, buffers: StepBuffers, driver: Any) -> None:
+        self._function, self._buffers, self._driver = function, buffers, driver
+        self._launches: dict[int, KernelLaunch] = {}
+
+    def launch(self, num_tokens: int, stream: Stream) -> None:
+        """Launch the kernel behind the copy of T ids, ahead of the engine."""
+        launch = self._launches.get(num_tokens)
+        if launch is None:
+            launch = self._launches[num_tokens] = KernelLaunch(
+                self._function,
+                self._buffers.take_args(num_tokens),
+                grid=(-(-num_tokens // TAKE_TOKENS.threads), 1, 1),
+                threads=TAKE_TOKENS.threads,
+                shared_bytes=0,
+                overlaps=False,
+                label=f"the kernel that takes over tokens among {num_tokens} ids",
+                driver=self._driver,
+            )
+        launch(stream.handle)

@@ -20,8 +20,14 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
 from paged_trt.plugins.trt import LogLines
-from paged_trt.runtime.bindings import Binding, BoundContext, StepBuffers
-from paged_trt.runtime.executor import StepInputs, require_next_tokens
+from paged_trt.runtime.bindings import Binding, BoundContext, Staging, StepBuffers
+from paged_trt.runtime.executor import (
+    Choices,
+    Draw,
+    StepInputs,
+    StepLauncher,
+    require_next_tokens,
+)
 from paged_trt.runtime.graph import Bucket, DecodeGraphs
 from paged_trt.runtime.kv_scales import checked_scales
 from paged_trt.runtime.layer_buffers import LayerBuffers, require_layer_outputs
@@ -34,7 +40,7 @@ from paged_trt.runtime.pool import (
     poison_pages,
 )
 from paged_trt.runtime.sampler import Sampling
-from paged_trt.runtime.step_sampling import Sampled, StepSampler, sampled_on_host
+from paged_trt.runtime.step_sampling import Sampled, StepSampler, TokenTaker, sampled_on_host
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -73,6 +79,21 @@ class ExecutorStats:
     wait_seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that runs, and where its tokens arrive.
+
+    Attributes:
+        shape: of the step.
+        staging: page-locked memory of the step.
+        has_logprobs: whether logprobs arrive too.
+    """
+
+    shape: StepShape
+    staging: Staging
+    has_logprobs: bool
+
+
 class TensorRtExecutor:
     """A deserialized engine with its pools and buffers on one device.
 
@@ -94,6 +115,8 @@ class TensorRtExecutor:
             compiled kernels; the device's context is current.
         uses_graphs: replay decode steps as CUDA graphs.
         sampling_kernel: the loaded kernel; None draws on the host.
+        token_kernel: the loaded kernel that takes tokens over from the step before; None where no
+            step is launched before the one before is collected.
 
     Raises:
         ExecutionError: there is too little memory, or TensorRT refused; everything that was
@@ -117,6 +140,7 @@ class TensorRtExecutor:
         keep_compiled: Callable[[], None] = lambda: None,
         uses_graphs: bool = True,
         sampling_kernel: Any = None,
+        token_kernel: Any = None,
     ) -> None:
         self._scales = checked_scales(spec, kv_scales or {})
         self._spec, self._device, self._notes = spec, device, notes
@@ -138,12 +162,19 @@ class TensorRtExecutor:
             self._layers = LayerBuffers(self._arena, spec)
             self._num_tokens = 0
             self._fixed = {**self._fixed_bindings(), **self._layers.bindings()}
-            self._buffers = StepBuffers(self._arena, spec)
+            self._buffers = StepBuffers(self._arena, spec, device.driver)
+            undo.callback(self._buffers.close)
             self._sampler = (
                 None
                 if sampling_kernel is None
                 else StepSampler(sampling_kernel, self._buffers, device.driver)
             )
+            self._taker = (
+                None
+                if token_kernel is None
+                else TokenTaker(token_kernel, self._buffers, device.driver)
+            )
+            self._running_steps: list[LaunchedStep] = []
             self._graphs = DecodeGraphs(self._stream)
             self._stream.synchronize()
             self._engine: Any = engine
@@ -222,7 +253,8 @@ class TensorRtExecutor:
         """
         require_next_tokens(self._spec)
         with self._alone():
-            return self._buffers.tokens(self._step(inputs, self._buffers.download_tokens))
+            step = self._step(inputs, self._buffers.download_tokens)
+            return self._buffers.staging.next_tokens(step)
 
     def step_sampled(
         self,
@@ -272,6 +304,82 @@ class TensorRtExecutor:
         require_layer_outputs(self._spec)
         with self._alone():
             return self._layers.download(self._num_tokens, self._stream)
+
+    @property
+    def launcher(self) -> StepLauncher | None:
+        """Itself, where steps can be handed over before the one before is collected."""
+        return self if self._taker is not None else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether `launch` takes a `Draw`."""
+        return self._sampler is not None
+
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> LaunchedStep:
+        """Hand a step over to the device; `collect` waits for it.
+
+        Raises:
+            ExecutionError: as `step`.
+            UnsupportedError: without a `draw`, the engine was built without `--greedy-in-engine`.
+            ConfigError: a row draws and has no seed.
+        """
+        if draw is None:
+            require_next_tokens(self._spec)
+        with self._alone():
+            step, staging = _shape(inputs), self._next_staging()
+            download: Callable[[StepShape, Stream], None] = self._buffers.download_tokens
+            if draw is not None and self._sampler is not None:
+                rows = range(len(draw.specs))
+                options = {"with_logprobs": draw.with_logprobs}
+                self._sampler.prepare(inputs, rows, draw.specs, draw.steps, **options)
+                download = self._sampler.download
+            try:
+                self._launch(inputs, step)
+                download(step, self._stream)
+                staging.done.record(self._stream)
+            except BaseException as error:
+                self._recover(error)
+                raise
+            has_logprobs = draw is not None and draw.with_logprobs
+            self._running_steps.append(LaunchedStep(step, staging, has_logprobs))
+            return self._running_steps[-1]
+
+    def collect(self, step: LaunchedStep) -> Choices:
+        """Wait for a step that was launched.
+
+        Returns:
+            Tokens `[N]`, an id outside the vocabulary where a row has no largest logit, and their
+            logprobs, zeros unless they were asked for.
+
+        Raises:
+            ExecutionError: as `step`; or the step was collected before, or two were launched since.
+        """
+        with self._alone():
+            if step not in self._running_steps:
+                raise ExecutionError(
+                    "a step is collected once, before the second one behind it is launched"
+                )
+            self._running_steps.remove(step)
+            begin = time.perf_counter()
+            try:
+                step.staging.done.synchronize()
+            except BaseException as error:
+                self._recover(error)
+                raise
+            self._wait_seconds += time.perf_counter() - begin
+            self._note_done(step.shape)
+            tokens = step.staging.next_tokens(step.shape)
+            if not step.has_logprobs:
+                return tokens, np.zeros(len(tokens), np.float32)
+            return tokens, step.staging.logprobs(step.shape)
+
+    def _next_staging(self) -> Staging:
+        """Page-locked memory that no running step uses."""
+        staging = self._buffers.turn()
+        for step in [each for each in self._running_steps if each.staging is staging]:
+            self._running_steps.remove(step)
+            staging.done.synchronize()
+        return staging
 
     def during_next_step(self, work: Callable[[], None]) -> None:
         """Do some work once the next step is handed over to the device, before the wait for it."""
@@ -377,8 +485,9 @@ class TensorRtExecutor:
             self._running.release()
 
     def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
-        num_seqs, width = inputs.page_table.shape
-        step = StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
+        step = _shape(inputs)
+        if self._running_steps:
+            self._next_staging()
         try:
             self._launch(inputs, step)
             download(step, self._stream)
@@ -389,11 +498,14 @@ class TensorRtExecutor:
         except BaseException as error:
             self._recover(error)
             raise
+        self._note_done(step)
+        return step
+
+    def _note_done(self, step: StepShape) -> None:
         if not self._is_warming:
             self._keep_new_kernels()
         self._num_steps += 1
         self._num_tokens = step.num_tokens
-        return step
 
     def _keep_new_kernels(self) -> None:
         """Keep what TensorRT compiled, once contexts that are new have run."""
@@ -414,6 +526,8 @@ class TensorRtExecutor:
 
     def _launch(self, inputs: StepInputs, step: StepShape) -> None:
         self._buffers.upload(inputs, self._stream)
+        if self._taker is not None and inputs.input_ids.min() < 0:
+            self._taker.launch(step.num_tokens, self._stream)
         is_decode = step.num_tokens == step.num_seqs
         bucket = (step.num_seqs, step.table_width)
         bound = self._decode_context(bucket) if is_decode else self._context_profile
@@ -484,6 +598,11 @@ class TensorRtExecutor:
 
     def _error(self, problem: str, cause: BaseException | None = None) -> ExecutionError:
         return tensorrt_error(ExecutionError, problem, log=self._lines.tail(), cause=cause)
+
+
+def _shape(inputs: StepInputs) -> StepShape:
+    num_seqs, width = inputs.page_table.shape
+    return StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
 
 
 def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:

@@ -24,7 +24,7 @@ from paged_trt.plugins.errors import (
 from paged_trt.plugins.launch.dispatch import warm_keys
 from paged_trt.plugins.launch.loaded import KERNELS
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
-from paged_trt.plugins.launch.sampling import sample_build
+from paged_trt.plugins.launch.sampling import TAKE_TOKENS, sample_build
 from paged_trt.plugins.load_check import (
     check_engine_table,
     engine_information,
@@ -83,6 +83,7 @@ def open_engine(
     kv_scales: Mapping[str, npt.NDArray[np.float32]],
     ordinal: int = 0,
     uses_graphs: bool = True,
+    pipelines: bool = False,
 ) -> TensorRtExecutor:
     """Run the plan of an engine directory, whose files were checked.
 
@@ -92,6 +93,7 @@ def open_engine(
         kv_scales: as in TensorRtExecutor.
         ordinal: number of the device.
         uses_graphs: as in TensorRtExecutor.
+        pipelines: load what steps need that are handed over before the one before is collected.
 
     Raises:
         UnsupportedError: the plan cannot run here.
@@ -107,6 +109,7 @@ def open_engine(
         _check_memory(device, spec, plan_bytes=manifest.files[PLAN_FILE].size)
         warm_kernels(spec, arch)
         sampling_kernel = load_sampling_kernel(spec, arch)
+        token_kernel = KERNELS.load(TAKE_TOKENS, arch) if pipelines else None
         lines = trt.LogLines()
         # Hashed again: another process may have replaced the file since it was checked.
         plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
@@ -128,6 +131,7 @@ def open_engine(
         keep_compiled=cache.save,
         uses_graphs=uses_graphs,
         sampling_kernel=sampling_kernel,
+        token_kernel=token_kernel,
     )
 
 

@@ -10,6 +10,7 @@ import click
 
 from paged_trt.plugins.errors import PackageMissingError
 from paged_trt.runtime.engine import EXECUTORS, load_engine
+from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT
 from paged_trt.scripts.error_output import printable
 from paged_trt.scripts.prompts import require_tokenizer
 
@@ -33,6 +34,12 @@ _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 @click.option("--executor", type=click.Choice(EXECUTORS), default="auto", show_default=True)
 @click.option(
     "--device", type=int, default=0, show_default=True, help="CUDA device that runs the plan."
+)
+@click.option(
+    "--pipeline/--no-pipeline",
+    default=PIPELINES_BY_DEFAULT,
+    show_default=True,
+    help="Hand a decode step over to the GPU before the tokens of the one before are read.",
 )
 @click.option(
     "--max-waiting",
@@ -72,6 +79,7 @@ def command(
     allow_anyone: bool,
     executor: str,
     device: int,
+    pipeline: bool,
     max_waiting: int,
     max_body_bytes: int,
     template_seconds: float,
@@ -100,7 +108,9 @@ def command(
     name = engine_dir.resolve().name if model_name is None else model_name
     with (
         bind(host, port) as bound,
-        contextlib.closing(load_engine(engine_dir, executor, device=device)) as engine,
+        contextlib.closing(
+            load_engine(engine_dir, executor, device=device, pipelines=pipeline)
+        ) as engine,
     ):
         click.echo(f"executor: {engine.name}", err=True)
         for note in engine.notes:
@@ -112,6 +122,7 @@ def command(
             model_name=name,
             max_waiting=max_waiting,
             template_seconds=template_seconds,
+            pipelines=pipeline,
         )
         app = make_app(
             service,

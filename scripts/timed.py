@@ -19,21 +19,16 @@ class TimedExecutor:
 
     Args:
         executor: does all else.
-        notes_waits: also note `wait_seconds`; asking for them takes microseconds outside the step.
 
     Attributes:
         prefill_seconds: of each step with T > N.
-        decode_seconds: of each step with T = N.
-        wait_seconds: the part of each decode step that waited for the device; 0 where the
-            executor does not tell.
+        decode_seconds: of each step with T = N, but for those that are launched.
     """
 
-    def __init__(self, executor: Executor, *, notes_waits: bool = False) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._notes_waits = notes_waits
         self.prefill_seconds: list[float] = []
         self.decode_seconds: list[float] = []
-        self.wait_seconds: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -55,16 +50,16 @@ class TimedExecutor:
     def _time(
         self, step: Callable[..., _Result], inputs: StepInputs, *rest: Any, **options: Any
     ) -> _Result:
-        waited, begin = self._waited(), time.perf_counter()
+        begin = time.perf_counter()
         result = step(inputs, *rest, **options)
         seconds = time.perf_counter() - begin
         if len(inputs.input_ids) == len(inputs.past_lens):
             self.decode_seconds.append(seconds)
-            self.wait_seconds.append(self._waited() - waited)
         else:
             self.prefill_seconds.append(seconds)
         return result
 
-    def _waited(self) -> float:
-        read = getattr(self._executor, "stats", None) if self._notes_waits else None
+    def waited(self) -> float:
+        """How long the executor has waited for the device, in seconds; 0 where it does not tell."""
+        read = getattr(self._executor, "stats", None)
         return float(read().wait_seconds) if read is not None else 0.0

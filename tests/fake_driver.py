@@ -1,6 +1,8 @@
 """A stand-in for `cuda.bindings.driver`: device memory is host memory, a stream runs at once.
 
-It records what was called and launched, and fails where a test says so.
+It records what was called and launched, and fails where a test says so. Where `defers`, work of a
+stream runs as late as it may: when the host waits for it. What reads page-locked memory then finds
+what the host has put there since.
 """
 # ruff: noqa: N802, N815 - the names of the bindings
 
@@ -53,6 +55,7 @@ class Launched:
 
 
 class FakeDriver:
+    CUevent_flags = types.SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
@@ -75,6 +78,10 @@ class FakeDriver:
         self.graphs = 0
         self.memory_bytes = memory_bytes
         self.recording: list[Callable[[], None]] | None = None
+        self.defers = False
+        self.waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self.num_put = 0
+        self.places: dict[int, int] = {}
         self.events = 0
         self.marks: dict[int, float] = {}
         self.clock_us = 0.0
@@ -105,11 +112,19 @@ class FakeDriver:
         return call
 
     def perform(self, work: Callable[[], None]) -> None:
-        """Run work of a stream, or record it while a graph is captured."""
-        if self.recording is None:
-            work()
-        else:
+        """Run work of a stream, or keep it; record it while a graph is captured."""
+        if self.recording is not None:
             self.recording.append(work)
+        elif self.defers:
+            self.waiting.append(work)
+            self.num_put += 1
+        else:
+            work()
+
+    def run_until(self, place: int) -> None:
+        """Run the work that was put on the stream before a place."""
+        while self.num_put - len(self.waiting) < place:
+            self.waiting.popleft()()
 
     def _cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
         return SUCCESS, ordinal
@@ -187,6 +202,11 @@ class FakeDriver:
     def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
         assert self.recording is None
         self.marks[event] = self.clock_us
+        self.places[event] = self.num_put
+        return (SUCCESS,)
+
+    def _cuEventSynchronize(self, event: int) -> tuple[Any, ...]:
+        self.run_until(self.places[event])
         return (SUCCESS,)
 
     def _cuEventElapsedTime(self, begin: int, end: int) -> tuple[Any, ...]:
@@ -202,6 +222,7 @@ class FakeDriver:
 
     def _cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
         assert self.recording is None
+        self.run_until(self.num_put)
         return (SUCCESS,)
 
     def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Any, ...]:
@@ -225,7 +246,7 @@ class FakeDriver:
 
     def _cuGraphLaunch(self, graph: Any, stream: int) -> tuple[Any, ...]:
         for work in graph.works:
-            work()
+            self.perform(work)
         return (SUCCESS,)
 
     def _cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:

@@ -267,6 +267,18 @@ class SampleArgs(ctypes.Structure):
     )
 
 
+class TakeTokensArgs(ctypes.Structure):
+    """Put what the step before chose where the ids of a step say so, `-1 - row`."""
+
+    _fields_ = (
+        ("ids", Pointer),
+        ("tokens", Pointer),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+    )
+
+
 ARGUMENT_STRUCTS: Final = (
     AppendArgs,
     DecodeDirectArgs,
@@ -277,6 +289,7 @@ ARGUMENT_STRUCTS: Final = (
     GatherArgs,
     PrefillSm90Args,
     SampleArgs,
+    TakeTokensArgs,
 )
 
 
@@ -285,7 +298,8 @@ def layout_proof(structs: tuple[type[ctypes.Structure], ...] = ARGUMENT_STRUCTS)
 
     It checks the size of each struct, and offset and size of each field.
     """
-    lines = ['#include "launch_args.cuh"', '#include "sample_args.cuh"']
+    headers = ("launch_args.cuh", "sample_args.cuh", "take_tokens_args.cuh")
+    lines = [f'#include "{header}"' for header in headers]
     for struct in structs:
         name = f"paged_trt::{struct.__name__}"
         lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')

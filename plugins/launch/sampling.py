@@ -27,6 +27,12 @@ _FLOAT32_MAX: Final = 3.4028234663852886e38
 _UNIT: Final = 1 << 32
 
 
+TAKE_TOKENS: Final = KernelBuild(
+    source="take_tokens.cu", name_expression="paged_trt::take_tokens<256>", threads=256
+)
+"""Puts the tokens that one step chose among the ids of the next one."""
+
+
 class SampleRow(ctypes.Structure):
     """How one row chooses its token; mirrors the struct of the same name in `sample_args.cuh`.
 

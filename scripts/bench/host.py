@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import statistics
 import time
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from paged_trt.plugins import cuda
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.plugins.manifest import EngineManifest, read_manifest
+from paged_trt.plugins.manifest import read_manifest
 from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.engine import EXECUTORS, load_engine
 from paged_trt.runtime.session import Session
@@ -27,7 +28,8 @@ METHOD = (
     "prefill and some steps that are not counted, each decode step by the host clock: step_us "
     "around EngineCore.step, runtime_us the same without Executor.step, host_us the same without "
     "the time that the executor waited for the device after it had handed over its work; median, "
-    "minimum and maximum"
+    "minimum and maximum; a row with pipelined true: each step is handed over before the tokens of "
+    "the one before are read, so that work of the host and of the device overlap"
 )
 _WARM_UP_STEPS = 20
 
@@ -68,9 +70,14 @@ def command(
             f"{prompt_len + new_tokens} tokens, those before the count included; both must be 2 "
             f"or more, and all fit the engine's {pool.max_kv_cache_capacity}"
         )
-    timed = TimedExecutor(load_engine(engine_dir, executor, device=device), notes_waits=True)
     prompts = _prompts(manifest.spec.vocab_size, batch, prompt_len)
-    row = _measure(manifest, timed, prompts, new_tokens=new_tokens, steps=steps)
+    rows = []
+    for pipelines in (False, True):
+        timed = TimedExecutor(load_engine(engine_dir, executor, device=device, pipelines=pipelines))
+        with contextlib.closing(EngineCore(timed, pipelines=pipelines)) as core:
+            row = _measure(core, timed, prompts, new_tokens=new_tokens, steps=steps)
+        about = {"model": manifest.source.name, "layers": len(manifest.spec.layers)}
+        rows.append({**about, "pipelined": pipelines, **row})
     gpu, driver = gpu_and_driver(device)
     results = Results(
         kind="host",
@@ -78,60 +85,57 @@ def command(
         date=datetime.datetime.now(tz=datetime.UTC).date(),
         gpu=gpu,
         driver=driver,
-        cuda=cuda.nvrtc_version() if timed.name == "tensorrt" else "none",
+        cuda=cuda.nvrtc_version() if rows[0]["executor"] == "tensorrt" else "none",
         tensorrt=f"{manifest.build.flavor} {manifest.build.tensorrt_version}",
         method=METHOD,
-        rows=[row],
+        rows=rows,
     )
     results.write(output)
-    click.echo(f"{output}: {row['step_us']:.0f} us a step, runtime {row['runtime_us']:.0f} us")
+    plain, pipelined = rows
+    click.echo(
+        f"{output}: {plain['step_us']:.0f} us a step, runtime {plain['runtime_us']:.0f} us; "
+        f"pipelined {pipelined['step_us']:.0f} us a step"
+    )
 
 
 def _measure(
-    manifest: EngineManifest,
+    core: EngineCore,
     timed: TimedExecutor,
     prompts: list[list[int]],
     *,
     new_tokens: int,
     steps: int,
 ) -> dict[str, Any]:
-    core = EngineCore(timed)
     with Session(core) as session:
         for prompt in prompts:
             session.add(prompt, new_tokens)
         while core.stats().decode_steps < _WARM_UP_STEPS:
             session.step()
         timed.decode_seconds.clear()
-        timed.wait_seconds.clear()
         before = _graphs(timed)
-        whole = []
+        whole, waited = [], [timed.waited()]
         for _ in range(steps):
             begin = time.perf_counter()
             session.step()
             whole.append(time.perf_counter() - begin)
+            waited.append(timed.waited())
         after, stats = _graphs(timed), core.stats()
-    core.close()
-    total = np.asarray(whole) * 1e6
-    runtime = total - np.asarray(timed.decode_seconds) * 1e6
+    total, wait = np.asarray(whole) * 1e6, np.diff(waited) * 1e6
+    found = _spread("step_us", total)
+    if len(timed.decode_seconds) == steps:
+        found |= _spread("runtime_us", total - np.asarray(timed.decode_seconds) * 1e6)
     # Where the model runs on the host too, its part cannot be told.
-    on_device: dict[str, Any] = {}
     if before is not None and after is not None:
-        on_device = {
-            **_spread("host_us", total - np.asarray(timed.wait_seconds) * 1e6),
-            "host_share": round(1 - float(np.sum(timed.wait_seconds) / np.sum(whole)), 4),
-            "graph_hit_rate": (after - before) / steps,
-        }
+        found |= _spread("host_us", total - wait)
+        found["host_share"] = round(1 - float(wait.sum() / total.sum()), 4)
+        found["graph_hit_rate"] = (after - before) / steps
     return {
-        "model": manifest.source.name,
-        "layers": len(manifest.spec.layers),
         "executor": timed.name,
         "batch": len(prompts),
         "prompt_len": len(prompts[-1]),
         "steps": steps,
-        "greedy_in_engine": manifest.spec.greedy_in_engine,
-        **_spread("step_us", total),
-        **_spread("runtime_us", runtime),
-        **on_device,
+        "greedy_in_engine": core.spec.greedy_in_engine,
+        **found,
         "cached_tokens": stats.cached_tokens,
         "prompt_tokens": stats.prompt_tokens,
         "notes": list(timed.notes),

@@ -491,8 +491,10 @@ def test_bench_host_times_a_full_batch(
     options = ["--prompt-len", "12", "--steps", "5", "-o", str(output)]
     assert main(["bench", "host", str(engine), "--executor=reference", *options]) == 0
     results = read_results(output)
-    (row,) = results.rows
+    row, pipelined = results.rows
     assert (results.kind, row["executor"], row["steps"]) == ("host", "reference", 5)
+    assert (row["pipelined"], pipelined["pipelined"]) == (False, True)
+    assert row["prompt_tokens"] == pipelined["prompt_tokens"]
     assert 0 < row["runtime_us"] < row["step_us"]
     assert "host_us" not in row
     output.unlink()

@@ -19,6 +19,7 @@ from session.paged_toy import VOCAB, make_spec, prompt_of
 
 from paged_trt.plugins.errors import ExecutionError
 from paged_trt.plugins.tensors import LogitsMode
+from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.session import Session
 
 SLOTS = 5
@@ -30,13 +31,16 @@ class SessionMachine(RuleBasedStateMachine):
         mode=st.sampled_from(LogitsMode),
         budget=st.sampled_from([1, 3, 130, 512]),
         order=st.permutations(range(27)),
+        pipelines=st.booleans(),
     )
-    def start(self, bucketed: bool, mode: LogitsMode, budget: int, order: list[int]) -> None:
+    def start(
+        self, bucketed: bool, mode: LogitsMode, budget: int, order: list[int], pipelines: bool
+    ) -> None:
         spec = make_spec(
             logits_mode=mode, max_num_tokens=budget, max_batch_size=SLOTS, capacity=640
         )
         self.executor = HistoryExecutor(spec, bucketed=bucketed)
-        self.session = Session(self.executor, page_order=order)
+        self.session = Session(EngineCore(self.executor, page_order=order, pipelines=pipelines))
         self.expected: dict[int, tuple[int, ...]] = {}
         self.got: dict[int, list[int]] = {}
 

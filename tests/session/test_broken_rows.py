@@ -20,15 +20,16 @@ from paged_trt.runtime.requests import SamplingSpec
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.sampler import Sampling, sample
 
+PIPELINES = pytest.mark.parametrize("pipelines", [False, True], ids=["plain", "pipelined"])
 MODES = ("logits", "engine", "kernel")
 BROKEN = VOCAB - 1
 """A token that no other prompt of these tests holds."""
+SPOILT = [1, 2, 3]
+"""A prompt whose second token is its last one."""
 HEALTHY = [[token % BROKEN for token in prompt_of(length)] for length in (200, 3)]
 
 
 class BreaksAtToken(HistoryExecutor):
-    """Every row whose history holds a token has logits that are NaN, or minus infinity."""
-
     def __init__(self, mode: str, value: float = np.nan) -> None:
         super().__init__(make_spec(greedy_in_engine=mode == "engine", max_num_tokens=150))
         self.samples_on_device = mode == "kernel"
@@ -43,8 +44,8 @@ class BreaksAtToken(HistoryExecutor):
             zip(inputs.past_lens, np.diff(inputs.query_start_offsets), strict=True)
         ):
             pages = inputs.page_table[row]
-            history = self.pool[pages[pages >= 0]].ravel()[: past + new]
-            if BROKEN in history:
+            history = self.pool[pages[pages >= 0]].ravel()[: past + new].tolist()
+            if BROKEN in history or (history[:3] == SPOILT and len(history) > 4):
                 logits[row] = self.value
         return logits
 
@@ -73,8 +74,8 @@ class BreaksAtToken(HistoryExecutor):
 class Run:
     """Sequences of one core, by what was delivered for each."""
 
-    def __init__(self, executor: Any) -> None:
-        self.core = EngineCore(executor, poisons_freed=True)
+    def __init__(self, executor: Any, pipelines: bool = False) -> None:
+        self.core = EngineCore(executor, poisons_freed=True, pipelines=pipelines)
         self.results: list[list[StepResult]] = []
 
     def submit(self, prompt: Sequence[int], count: int, **options: Any) -> Any:
@@ -106,21 +107,18 @@ def healthy_tokens(mode: str, count: int) -> list[tuple[int, ...]]:
     return [run.tokens(index) for index in range(len(HEALTHY))]
 
 
+@PIPELINES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "NaN"), (-np.inf, "nothing above minus")])
 @pytest.mark.parametrize("sampling", [SamplingSpec(), SamplingSpec(num_logprobs=0)])
 def test_a_broken_row_ends_alone(
-    mode: str, value: float, what: str, sampling: SamplingSpec
+    mode: str, value: float, what: str, sampling: SamplingSpec, pipelines: bool
 ) -> None:
     expected = healthy_tokens(mode, 6)
-    run = Run(BreaksAtToken(mode, value))
+    run = Run(BreaksAtToken(mode, value), pipelines)
     run.submit(HEALTHY[0], 6)
-    broken = run.submit([1, 2, 3], 20, sampling=sampling)
+    run.submit(SPOILT, 20, sampling=sampling)
     run.submit(HEALTHY[1], 6)
-    while len(run.results[1]) < 2:
-        run.core.step()
-    # From its next token on its logits are no numbers.
-    broken.tokens[broken.num_tokens - 1] = BROKEN
     run.finish()
     assert f"has no largest value ({what}" in run.error(1)
     assert len(run.results[1]) == 3
@@ -129,11 +127,14 @@ def test_a_broken_row_ends_alone(
     assert (stats.failed, stats.finished, stats.failed_steps) == (1, 2, 0)
 
 
+@PIPELINES
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_broken_chunk_of_a_prompt_is_seen_and_never_reused(mode: str) -> None:
+def test_the_first_broken_chunk_of_a_prompt_is_seen_and_never_reused(
+    mode: str, pipelines: bool
+) -> None:
     """A chunk samples nothing, but its pages would be found by the next prompt that begins so."""
     prompt = [*HEALTHY[0][:140], BROKEN, *HEALTHY[0][141:], *HEALTHY[0][:100]]
-    run = Run(BreaksAtToken(mode))
+    run = Run(BreaksAtToken(mode), pipelines)
     for index in range(2):
         run.submit(prompt, 3)
         run.finish()
@@ -145,13 +146,14 @@ def test_the_first_broken_chunk_of_a_prompt_is_seen_and_never_reused(mode: str) 
     assert run.core.stats().pages_retained == 0
 
 
+@PIPELINES
 @pytest.mark.parametrize("mode", MODES)
-def test_who_shares_pages_with_a_broken_sequence_goes_on(mode: str) -> None:
+def test_who_shares_pages_with_a_broken_sequence_goes_on(mode: str, pipelines: bool) -> None:
     prompt = HEALTHY[0]
     alone = Run(BreaksAtToken(mode))
     alone.submit(prompt, 80)
     alone.finish()
-    run = Run(BreaksAtToken(mode))
+    run = Run(BreaksAtToken(mode), pipelines)
     run.submit(prompt, 80)
     while len(run.results[0]) < 2:
         run.core.step()
@@ -167,11 +169,12 @@ def test_who_shares_pages_with_a_broken_sequence_goes_on(mode: str) -> None:
     assert run.tokens(2) == alone.tokens(0)[:3]
 
 
-def test_keys_and_values_that_are_no_numbers(tmp_path: Path) -> None:
+@PIPELINES
+def test_keys_and_values_that_are_no_numbers(tmp_path: Path, pipelines: bool) -> None:
     """On the reference executor: pages of one sequence are spoilt while it runs."""
     executor = open_toy(make_spec(), tmp_path)
     prompts = [prompt_of(140, seed=5), prompt_of(200, seed=6), prompt_of(3, seed=7)]
-    run = Run(executor)
+    run = Run(executor, pipelines)
     sequences = [run.submit(prompt, 4) for prompt in prompts]
     while not all(run.results):
         run.core.step()

@@ -17,13 +17,15 @@ from session.paged_toy import VOCAB, make_spec, prompt_of
 from paged_trt.plugins.errors import ConfigError, ExecutionError, PagedTrtError
 from paged_trt.plugins.tensors import EngineSpec
 from paged_trt.runtime.core import EngineCore
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import Draw, StepInputs
+from paged_trt.runtime.late_tokens import LateStep, LateTokens
 from paged_trt.runtime.results import StepResult
 from paged_trt.runtime.session import Session
 
 SPEC = make_spec(max_batch_size=3, max_num_tokens=100)
 PROMPTS = [prompt_of(300)[:length] for length in (130, 3, 257, 129, 1)]
 STEPS = 40
+PIPELINES = pytest.mark.parametrize("pipelines", [False, True], ids=["plain", "pipelined"])
 
 
 class FailsAt(HistoryExecutor):
@@ -54,11 +56,27 @@ def assert_nothing_is_left(core: EngineCore) -> None:
     core.batch.registry.check()
 
 
+class RaisesAtOnce(LateTokens):
+    """Its steps fail when they are handed over, not when their tokens are asked for."""
+
+    def launch(self, inputs: StepInputs, draw: Draw | None) -> LateStep:
+        step = super().launch(inputs, draw)
+        if step.error is not None:
+            self._before = None
+            raise step.error
+        return step
+
+
+@pytest.mark.parametrize("mode", ["plain", "late errors", "errors at launch"])
 @pytest.mark.parametrize("failure", [ExecutionError("broken"), MemoryError(), KeyboardInterrupt()])
-def test_an_exception_at_any_step_loses_no_page_and_no_request(failure: BaseException) -> None:
+def test_an_exception_at_any_step_loses_no_page_and_no_request(
+    failure: BaseException, mode: str
+) -> None:
     for number in range(1, STEPS):
         executor = FailsAt(number, failure)
-        core = EngineCore(executor, poisons_freed=True)
+        if mode == "errors at launch":
+            executor.launcher = RaisesAtOnce(executor)  # type: ignore[attr-defined]
+        core = EngineCore(executor, poisons_freed=True, pipelines=mode != "plain")
         ends: dict[int, StepResult] = {}
         tokens: dict[int, list[int]] = {}
 
@@ -93,8 +111,9 @@ def test_an_exception_at_any_step_loses_no_page_and_no_request(failure: BaseExce
 
 
 @pytest.mark.parametrize("at", range(1, 20, 3))
-def test_a_callback_that_raises_frees_its_own_call_only(at: int) -> None:
-    core = EngineCore(HistoryExecutor(SPEC))
+@PIPELINES
+def test_a_callback_that_raises_frees_its_own_call_only(at: int, pipelines: bool) -> None:
+    core = EngineCore(HistoryExecutor(SPEC), pipelines=pipelines)
     bystander = Session(core)
     sequence_id = bystander.add([9, 8, 7], 60)
     count = 0
@@ -131,8 +150,9 @@ def test_sigterm_in_generate_frees_everything() -> None:
     assert_nothing_is_left(session.core)
 
 
-def test_a_full_pool_serves_one_after_the_other() -> None:
-    core = EngineCore(HistoryExecutor(SPEC))
+@PIPELINES
+def test_a_full_pool_serves_one_after_the_other(pipelines: bool) -> None:
+    core = EngineCore(HistoryExecutor(SPEC), pipelines=pipelines)
     core.batch.registry.allocate(core.batch.registry.num_free - 3)
     used = core.stats().pages_in_use
     prompts = [*PROMPTS, *(prompt_of(127, seed=seed) for seed in range(3))]

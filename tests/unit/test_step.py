@@ -28,7 +28,7 @@ def live(slot: int, length: int, *, past: int = 0, chunk: int | None = None) -> 
     )
     sequence.slot, sequence.past_len = slot, past
     while past >= sequence.num_tokens:
-        sequence.take(77)
+        sequence.learn(sequence.expect(0), 77)
     return sequence
 
 
@@ -41,7 +41,10 @@ def plan_step(
 
 def counts(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     assert plan is not None
-    return [(each.sequence.slot, each.num_tokens, each.samples) for each in plan.segments]
+    return [
+        (each.sequence.slot, each.num_tokens, each.end == each.sequence.num_tokens)
+        for each in plan.segments
+    ]
 
 
 def test_decode_rows_come_first_and_prompts_share_the_rest_by_age() -> None:
@@ -73,8 +76,8 @@ def test_prefill_and_decode_take_turns_where_they_cannot_share(mixes: bool) -> N
         scheduler.note(plan)
         for segment in plan.segments:
             segment.sequence.past_len = segment.end
-            if segment.samples:
-                segment.sequence.take(1)
+            if segment.end == segment.sequence.num_tokens:
+                segment.sequence.learn(segment.sequence.expect(0), 1)
     assert kinds == [True, False] * 3
 
 

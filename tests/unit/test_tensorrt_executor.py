@@ -413,7 +413,7 @@ def test_the_host_works_while_the_device_runs_a_step(open_fake: Open, driver: Fa
 def test_only_the_rows_of_the_table_that_changed_travel(
     driver: FakeDriver,
 ) -> None:
-    buffers = StepBuffers(DeviceArena(Device(driver=driver)), make_spec(max_batch_size=6))
+    buffers = StepBuffers(DeviceArena(Device(driver=driver)), make_spec(max_batch_size=6), driver)
     stream = Stream(driver)
     table = np.arange(18, dtype=np.int32).reshape(6, 3)
     inputs = StepInputs(
@@ -466,7 +466,7 @@ def test_pages_are_copied_and_poisoned_in_every_layer(open_fake: Open, kv: DType
 @pytest.mark.parametrize("tokens", [3, 33, 40])
 def test_every_input_of_a_step_comes_with_one_copy(tokens: int, driver: FakeDriver) -> None:
     spec = dataclasses.replace(make_spec(), reads_position_ids=True)
-    buffers = StepBuffers(DeviceArena(Device(driver=driver)), spec)
+    buffers = StepBuffers(DeviceArena(Device(driver=driver)), spec, driver)
     rng = np.random.default_rng(tokens)
     inputs = StepInputs(
         input_ids=rng.integers(0, 90, tokens),
