@@ -313,11 +313,10 @@ class EngineCore:
             self.executor.during_next_step(meanwhile)
         try:
             sampled = self._runner.run(plan, copies)
+            self._scheduler.note(plan)
+            self._take(plan, sampled)
         except BaseException as error:
             self._fail_step(plan, error)
-            return
-        self._scheduler.note(plan)
-        self._take(plan, sampled)
 
     def _launch(self, plan: StepPlan, copies: PageCopies) -> None:
         """Hand a step over while none runs."""
@@ -339,9 +338,11 @@ class EngineCore:
         except BaseException as error:
             failure = error
         try:
-            if meanwhile is not None:
-                meanwhile()
-            self._collect(running)
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                self._collect(running)
         finally:
             # Those that the running step ended have had their tokens.
             if found is not None and failure is not None:
@@ -357,11 +358,9 @@ class EngineCore:
     def _collect(self, step: LaunchedStep) -> None:
         """Wait for a launched step; nothing for those whose sequences have ended since."""
         try:
-            sampled = self._runner.collect(step)
+            self._take(step.plan, self._runner.collect(step))
         except BaseException as error:
             self._fail_step(step.plan, error)
-            return
-        self._take(step.plan, sampled)
 
     def _take(self, plan: StepPlan, sampled: list[Sampled]) -> None:
         """Deliver what a step gave."""

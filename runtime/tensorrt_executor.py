@@ -239,6 +239,7 @@ class TensorRtExecutor:
                 executor says so from then on. Or it is closed, or another thread's step runs.
         """
         with self._alone():
+            self._make_way()
             return self._buffers.logits(self._step(inputs, self._buffers.download))
 
     def step_tokens(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
@@ -253,6 +254,7 @@ class TensorRtExecutor:
         """
         require_next_tokens(self._spec)
         with self._alone():
+            self._make_way()
             step = self._step(inputs, self._buffers.download_tokens)
             return self._buffers.staging.next_tokens(step)
 
@@ -282,6 +284,7 @@ class TensorRtExecutor:
         if sampler is None:
             return sampled_on_host(self, inputs, rows, specs, steps, with_logprobs=with_logprobs)
         with self._alone():
+            self._make_way()
             sampler.prepare(inputs, rows, specs, steps, with_logprobs=with_logprobs)
             return sampler.result(self._step(inputs, sampler.download), rows)
 
@@ -372,6 +375,11 @@ class TensorRtExecutor:
             if not step.has_logprobs:
                 return tokens, np.zeros(len(tokens), np.float32)
             return tokens, step.staging.logprobs(step.shape)
+
+    def _make_way(self) -> None:
+        """Leave the page-locked memory of a launched step alone, before any of it is written."""
+        if self._running_steps:
+            self._next_staging()
 
     def _next_staging(self) -> Staging:
         """Page-locked memory that no running step uses."""
@@ -486,8 +494,6 @@ class TensorRtExecutor:
 
     def _step(self, inputs: StepInputs, download: Callable[[StepShape, Stream], None]) -> StepShape:
         step = _shape(inputs)
-        if self._running_steps:
-            self._next_staging()
         try:
             self._launch(inputs, step)
             download(step, self._stream)

@@ -234,9 +234,11 @@ def _capability(arch: str) -> str:
 def _check_memory(device: Device, spec: EngineSpec, *, plan_bytes: int) -> None:
     """Refuse what cannot fit before any of it is there."""
     pools, free = spec.pool_bytes(), device.free_bytes()
-    if pools + plan_bytes > free:
+    layers = spec.layer_output_bytes()
+    if pools + layers + plan_bytes > free:
+        also = f", the layers' outputs {layers:,}" if layers else ""
         raise ExecutionError(
-            f"the KV pools need {pools:,} bytes and the plan {plan_bytes:,}, and device "
+            f"the KV pools need {pools:,} bytes{also} and the plan {plan_bytes:,}, and device "
             f"{device.ordinal} has {free:,} bytes free; end other processes, or build the engine "
             "with fewer pages"
         )

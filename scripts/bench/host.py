@@ -71,26 +71,26 @@ def command(
             f"or more, and all fit the engine's {pool.max_kv_cache_capacity}"
         )
     prompts = _prompts(manifest.spec.vocab_size, batch, prompt_len)
-    rows = []
+    gpu, driver = gpu_and_driver(device)
+    rows: list[dict[str, Any]] = []
     for pipelines in (False, True):
         timed = TimedExecutor(load_engine(engine_dir, executor, device=device, pipelines=pipelines))
         with contextlib.closing(EngineCore(timed, pipelines=pipelines)) as core:
             row = _measure(core, timed, prompts, new_tokens=new_tokens, steps=steps)
         about = {"model": manifest.source.name, "layers": len(manifest.spec.layers)}
         rows.append({**about, "pipelined": pipelines, **row})
-    gpu, driver = gpu_and_driver(device)
-    results = Results(
-        kind="host",
-        commit=commit(),
-        date=datetime.datetime.now(tz=datetime.UTC).date(),
-        gpu=gpu,
-        driver=driver,
-        cuda=cuda.nvrtc_version() if rows[0]["executor"] == "tensorrt" else "none",
-        tensorrt=f"{manifest.build.flavor} {manifest.build.tensorrt_version}",
-        method=METHOD,
-        rows=rows,
-    )
-    results.write(output)
+        # After each way: what was measured is not lost where the next one fails.
+        Results(
+            kind="host",
+            commit=commit(),
+            date=datetime.datetime.now(tz=datetime.UTC).date(),
+            gpu=gpu,
+            driver=driver,
+            cuda=cuda.nvrtc_version() if timed.name == "tensorrt" else "none",
+            tensorrt=f"{manifest.build.flavor} {manifest.build.tensorrt_version}",
+            method=METHOD,
+            rows=rows,
+        ).write(output)
     plain, pipelined = rows
     click.echo(
         f"{output}: {plain['step_us']:.0f} us a step, runtime {plain['runtime_us']:.0f} us; "

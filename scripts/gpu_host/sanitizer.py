@@ -1,4 +1,4 @@
-"""Runs GPU tests under compute-sanitizer: every kernel family and feature once, in small steps.
+"""Runs GPU tests under compute-sanitizer: what engines launch by default once, in small steps.
 
 The time goes into starting processes and into patching each kernel when it is loaded, so the tests
 are split into groups, and all groups run under all tools side by side.

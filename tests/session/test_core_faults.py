@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -108,6 +109,46 @@ def test_an_exception_at_any_step_loses_no_page_and_no_request(
     else:
         pytest.fail(f"{STEPS} calls and more: raise STEPS")
     assert number > 15
+
+
+@pytest.mark.parametrize("where", ["delivery", "meanwhile"])
+@PIPELINES
+def test_an_interrupt_between_two_deliveries_leaves_no_token_unknown(
+    where: str, pipelines: bool
+) -> None:
+    """Ctrl-C does not only come while a step runs: some rows have their tokens then, some not."""
+    for number in range(1, 2 * STEPS):
+        core = EngineCore(HistoryExecutor(SPEC), poisons_freed=True, pipelines=pipelines)
+        results: list[StepResult] = []
+        count = 0
+
+        def interrupt() -> None:
+            nonlocal count
+            count += 1
+            if count == number:  # noqa: B023
+                raise KeyboardInterrupt
+
+        def deliver(result: StepResult) -> None:
+            results.append(result)  # noqa: B023
+            if where == "delivery":
+                interrupt()
+
+        sequences = [core.submit(np.asarray(prompt), 8, deliver=deliver) for prompt in PROMPTS]
+        while core.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                core.step(meanwhile=interrupt if where == "meanwhile" and pipelines else None)
+        assert_nothing_is_left(core)
+        for prompt, sequence in zip(PROMPTS, sequences, strict=True):
+            mine = [each for each in results if each.sequence_id == sequence.sequence_id]
+            ended = [each.finished is not None for each in mine]
+            assert ended == [*[False] * (len(mine) - 1), True]
+            got = tuple(each.token for each in mine if each.error is None)
+            assert got == continuation(prompt, 8, VOCAB)[: len(got)]
+            assert mine[-1].error is not None or len(got) == 8
+        if count < number:
+            break
+    else:
+        pytest.fail(f"{2 * STEPS} calls and more: raise STEPS")
 
 
 @pytest.mark.parametrize("at", range(1, 20, 3))

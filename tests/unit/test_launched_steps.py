@@ -22,7 +22,7 @@ from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
 from paged_trt.runtime.bindings import StepBuffers
 from paged_trt.runtime.core import EngineCore
-from paged_trt.runtime.executor import StepInputs
+from paged_trt.runtime.executor import Draw, StepInputs
 from paged_trt.runtime.pool import DeviceArena
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
 from paged_trt.runtime.results import StepResult
@@ -214,6 +214,27 @@ def test_steps_are_collected_once_and_in_time(open_fake: Open) -> None:
     # A step that runs to its end leaves the running one's tokens where they are.
     executor.step(step_of([1], 3))
     assert executor.collect(steps[2])[0].shape == tokens.shape == (1,)
+
+
+def test_a_draw_beside_a_launched_step_has_its_own_parameters(open_fake: Open) -> None:
+    """A step that nobody collected yet holds page-locked memory that the draw must not share."""
+    executor, _ = open_fake()
+    prompt = step_of([5, 6, 7], past=0)
+
+    def draw(seed: int) -> int:
+        spec = SamplingSpec(temperature=3.0, seed=seed)
+        tokens, _ = executor.step_sampled(prompt, [0], [spec], [0])
+        return int(tokens[0])
+
+    alone = [draw(seed) for seed in range(8)]
+    assert len(set(alone)) > 1
+    found = []
+    for seed in range(8):
+        other = Draw(specs=[GREEDY], steps=[0], with_logprobs=False)
+        running = executor.launch(step_of([9], past=3), other)
+        found.append(draw(seed))
+        executor.collect(running)
+    assert found == alone
 
 
 def test_what_an_engine_cannot_give_is_refused(open_fake: Open) -> None:
