@@ -19,11 +19,11 @@ from paged_trt.builder.onnx.load import load_model
 from paged_trt.builder.onnx.save import save_model
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, UnsupportedError
-from paged_trt.runtime import reference_executor
 from paged_trt.runtime.compare import CompareOptions, compare_engine
 from paged_trt.runtime.decoders import UPCAST_NOTE, open_decoder
 from paged_trt.runtime.dense import Generation, greedy, open_session
 from paged_trt.runtime.dense_signature import load_graph, read_signature
+from paged_trt.runtime.onnxruntime_session import make_session
 from paged_trt.runtime.reference_model import ReferenceModel
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
@@ -325,4 +325,4 @@ def test_products_with_int4_weights_are_exact(tmp_path: Path, kind: str) -> None
 
 def reference_session(path: Path) -> Any:
     model = ReferenceModel(path, None)
-    return reference_executor._make_session(onnxruntime, model, path)
+    return make_session(onnxruntime, model)
