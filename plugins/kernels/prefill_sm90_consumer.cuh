@@ -80,12 +80,12 @@ struct PrefillConsumer : AheadSteps<Layout> {
     wait_values();
     if (Layout::kHasWindow) clear_before_window();
     accumulate(outputs, weights);
-    end(outputs, factors);
+    finish(outputs, factors);
     return true;
   }
 
   // While the last product runs, and its end.
-  __device__ __forceinline__ void end(Outputs& outputs, float (&factors)[2]) {
+  __device__ __forceinline__ void finish(Outputs& outputs, float (&factors)[2]) {
     if constexpr (!Layout::kIsSplit) find_factors(factors);
     finish_outputs(outputs);
     free_values();

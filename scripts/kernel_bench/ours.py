@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_trt.plugins.errors import PagedTrtError
 from paged_trt.plugins.launch.dispatch import kernel_keys, kernel_paths
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES
 from paged_trt.plugins.launch.loaded import KERNELS
@@ -28,6 +31,8 @@ from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
 from paged_trt.plugins.launch.tuning_target import tuned_plans
 from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
+
+_LOG: Final = logging.getLogger("paged_trt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,19 +142,30 @@ class OurKernels:
         if all_plans and cell.family is Family.DECODE:
             others[str(planned.plan)] = round(times.median, 2)
         if all_plans and cell.family is not Family.APPEND:
-            for plan in plans_worth_timing(self.request(cell)):
-                if plan != planned.plan:
-                    others[str(plan)] = round(self._time(cell, plan, estimate).median, 2)
+            plans = plans_worth_timing(self.request(cell))
+            named = {str(plan): plan for plan in plans if plan != planned.plan}
+            others |= self._time_others(cell, named, estimate)
         if all_plans and cell.family is Family.PREFILL:
             forms = prefill_candidates(self.request(cell))
-            others |= {
-                name_of(plan, forms): round(self._time(cell, plan, estimate).median, 2)
-                for plan in forms
-            }
+            others |= self._time_others(
+                cell, {name_of(plan, forms): plan for plan in forms}, estimate
+            )
         text = f"{planned.plan} ({planned.source.value})"
         if cell.family is not Family.DECODE:
             text = self._paths(cell)
         return OurTimes(times=times, plan=text, plans_us=others)
+
+    def _time_others(
+        self, cell: Cell, plans: Mapping[str, AttentionPlan | PrefillPlan], estimate: float
+    ) -> dict[str, float]:
+        """Median microseconds by name; one that fails is named in the log and left out."""
+        found = {}
+        for name, plan in plans.items():
+            try:
+                found[name] = round(self._time(cell, plan, estimate).median, 2)
+            except PagedTrtError as error:
+                _LOG.warning("%s of %s was not timed: %s", name, cell, error)
+        return found
 
     def _planner_of(self, plan: AttentionPlan | PrefillPlan | None) -> Planner:
         if plan is None:
