@@ -231,8 +231,9 @@ def test_warm_keys_cover_every_path_that_a_layer_may_take() -> None:
     gathering = {key.path for key in warm_keys(covered, gathers=True)}
     assert gathering == set(KernelPath)  # steps that are too large attend from the pool
     assert set(ARGUMENT_STRUCTS) == set(KernelPath)
-    # Sampling is no part of attention.
-    assert {*ARGUMENT_STRUCTS.values(), args.SampleArgs} == set(args.ARGUMENT_STRUCTS)
+    # Sampling, and taking tokens over, are no part of attention.
+    others_than_attention = {args.SampleArgs, args.TakeTokensArgs}
+    assert {*ARGUMENT_STRUCTS.values(), *others_than_attention} == set(args.ARGUMENT_STRUCTS)
 
 
 class Prepared:
