@@ -308,7 +308,7 @@ def test_report_says_what_ran_and_what_did_not(
     output = capsys.readouterr()
     assert "engine run by the reference executor" in output.out
     assert "not run: TensorRT" in output.out
-    assert "8 roundings of float16" in output.out
+    assert "16 roundings of float16" in output.out
     assert "4 of 4 sequences agree" in output.out
     # Polygraphy's log is not the user's.
     assert "[I]" not in output.out + output.err

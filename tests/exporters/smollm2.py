@@ -31,10 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("gguf", type=Path)
     parser.add_argument("work", type=Path)
     options = parser.parse_args(arguments)
+    import torch
+
     ran_on = commit()
     ours = options.work / "ours"
     smollm2.main([str(ours), "--gguf", str(options.gguf)], standalone_mode=False)
-    model = _model(options.gguf)
+    model = read_gguf(options.gguf).to(torch.float16).eval()
     rows = []
     for tool in ("torch", "direct"):
         folder = options.work / tool
@@ -51,15 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(row["result"] == "equal" for row in rows) else 1
 
 
-def _model(gguf: Path) -> Any:
-    """The float16 model; one that is read from GGUF refuses a conversion itself."""
-    import torch
+def read_gguf(gguf: Path) -> Any:
+    """The model in float32; one that `from_pretrained` reads from GGUF refuses a conversion."""
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = LlamaForCausalLM(read.config)
     model.load_state_dict(read.state_dict())
-    return model.to(torch.float16).eval()
+    return model
 
 
 def _compare(model: Path, reference: Path) -> dict[str, Any]:
