@@ -21,11 +21,6 @@ struct KeyValueCopier {
     const int32_t place[4] = {0, tile % (kTokensPerPage / Layout::kKeys) * Layout::kKeys, 0, head};
     copy_box(base + Layout::kKeysAt + keys.stage * Layout::kKeyBytes, &args.key_map,
              Layout::key_ready(base, keys.stage), place, policy);
-    if constexpr (Layout::kHeadDim % 64 != 0) {
-      copy_other_boxes<Layout::kKeyColumns>(
-          base + Layout::kKeysAt + keys.stage * Layout::kKeyBytes, &args.key_map,
-          Layout::key_ready(base, keys.stage), place);
-    }
     keys.advance();
   }
 
@@ -35,24 +30,7 @@ struct KeyValueCopier {
     const int32_t place[4] = {0, tile % (kTokensPerPage / Layout::kKeys) * Layout::kKeys, 0, head};
     copy_box(base + Layout::kValuesAt + values.stage * Layout::kValueBytes, &args.value_map,
              Layout::value_ready(base, values.stage), place, policy);
-    if constexpr (Layout::kValueDim % 64 != 0) {
-      copy_other_boxes<Layout::kValueColumns>(
-          base + Layout::kValuesAt + values.stage * Layout::kValueBytes, &args.value_map,
-          Layout::value_ready(base, values.stage), place);
-    }
     values.advance();
-  }
-
-  // Where columns are no whole boxes, the map has all of them in one dimension: a box is copied at
-  // a time, and what lies behind the last column becomes zero.
-  template <int columns>
-  __device__ __forceinline__ void copy_other_boxes(unsigned destination, const TensorMap* map,
-                                                   unsigned barrier, const int32_t (&first)[4]) {
-#pragma unroll
-    for (int column = 64; column < columns; column += 64) {
-      const int32_t place[4] = {column, first[1], first[2], first[3]};
-      copy_box(destination + column / 64 * Layout::kBox, map, barrier, place, policy);
-    }
   }
 
   // (page, head) as the maps count them; the first one beyond the pool for an invalid page.

@@ -8,13 +8,12 @@
 #pragma once
 
 #include "page_table.cuh"
-#include "prefill_sm90_options.cuh"
 #include "softmax_math.cuh"
 
 namespace paged_trt {
 
 // Keys and values in use at a time; L2 has 50 to 60 MB.
-constexpr int64_t kSectionBytes = (kHasSmallSections ? 17 : 34) << 20;
+constexpr int64_t kSectionBytes = 34 << 20;
 
 struct QueryBlock {
   int32_t sequence;

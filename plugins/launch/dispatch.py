@@ -113,8 +113,7 @@ def kernel_keys(
     Raises:
         KernelLaunchError: the device has no kernel for the plan.
     """
-    forms = plan.forms if isinstance(plan, PrefillPlan) else ()
-    return tuple(KernelKey.of(path, request, forms=forms) for path in kernel_paths(request, plan))
+    return tuple(KernelKey.of(path, request) for path in kernel_paths(request, plan))
 
 
 def warm_keys(request: AttentionPlanRequest, *, gathers: bool = False) -> tuple[KernelKey, ...]:
