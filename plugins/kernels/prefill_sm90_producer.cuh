@@ -73,7 +73,7 @@ struct QueryChooser {
   static __device__ __forceinline__ QueryWork find_work(const PrefillSm90Args& args, Order& order,
                                                         int32_t index) {
     QueryWork work = {0, 0, 0, -1, 0, 0, 0, 0};
-    if (index >= order.num_blocks * args.num_kv_heads) return work;
+    if (index >= order.num_tiles()) return work;
     const int32_t tiles = order.num_blocks * order.section_heads;
     const int32_t section = index / tiles, within = index - section * tiles;
     const int32_t first_head = section * order.section_heads;
@@ -120,18 +120,6 @@ struct QueryChooser {
     work.last = last;
   }
 
-  // The next tile of this block: the next that nobody has taken, or without a counter, dealt out
-  // there and back, so that whoever got a long one gets a short one next.
-  static __device__ __forceinline__ int32_t next_index(const PrefillSm90Args& args, int32_t round) {
-    const int32_t blocks = gridDim.x, block = blockIdx.x;
-    if (args.tile_counter == nullptr) {
-      return round * blocks + (round & 1 ? blocks - 1 - block : block);
-    }
-    int32_t taken = 0;
-    if ((threadIdx.x & 31) == 0) taken = atomicAdd(args.tile_counter, 1);
-    return blocks + __shfl_sync(kAllLanes, taken, 0);
-  }
-
   static __device__ __forceinline__ void choose_and_load(const PrefillSm90Args& args, unsigned base,
                                                          int thread) {
     const bool chooses = thread < 32;
@@ -144,7 +132,7 @@ struct QueryChooser {
         QueryWork work = {0, 0, 0, -1, 0, 0, 0, 0};
         const int32_t index = round == 0         ? Layout::block_index()
                               : Layout::kIsSplit ? -1
-                                                 : next_index(args, round);
+                                                 : order.next_index(round);
         if (index >= 0) work = find_work(args, order, index);
         if (Layout::kIsSplit && work.kv_head >= 0) take_share(work);
         if (thread == 0) {

@@ -122,11 +122,9 @@ class PrefillSm90Step(PrefillStep):
         return torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def prefill(self) -> None:
-        """Launch on torch's current stream."""
+        """Launch on torch's current stream; a launch leaves its counter at zero."""
         import torch
 
-        if self.prefill_plan.takes_tiles:
-            self.counter.zero_()
         self.launch_prefill(torch.cuda.current_stream().cuda_stream)
 
 

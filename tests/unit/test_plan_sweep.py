@@ -16,7 +16,7 @@ import pytest
 from fake_driver import FakeDriver, Function, Launched
 
 from paged_trt.plugins.cuda import Cubin
-from paged_trt.plugins.device import Device, KernelLaunch, MemoryClear, Stream
+from paged_trt.plugins.device import Device, KernelLaunch, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelCompileError
 from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
@@ -160,10 +160,7 @@ def make_sweep(kernels: Kernels, driver: FakeDriver, *, arch: str = "sm_90") -> 
         ceilings={"read_GBs": 4000.0, "copy_GBs": 3000.0},
         kernels=DeviceKernels(kernels, load=kernels.load, context=lambda: 1),  # type: ignore[arg-type]
         graph_microseconds=20.0,
-        trial_options={
-            "make_launch": functools.partial(KernelLaunch, driver=driver),
-            "make_clear": functools.partial(MemoryClear, driver=driver),
-        },
+        trial_options={"make_launch": functools.partial(KernelLaunch, driver=driver)},
     )
     memory.close()
     assert not driver.blocks
