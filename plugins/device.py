@@ -340,33 +340,6 @@ class KernelLaunch:
             raise KernelLaunchError(f"{self._label} did not launch: {_name(error)}")
 
 
-class MemoryClear:
-    """Sets words of device memory to zero: a call is one driver call.
-
-    Args:
-        num_bytes: a multiple of 4.
-        driver: module of driver calls.
-
-    Attributes:
-        address: of the memory; a multiple of 4.
-    """
-
-    def __init__(self, num_bytes: int, driver: Any = None) -> None:
-        self.address = 0
-        self._words = num_bytes // 4
-        self._driver = cuda.driver() if driver is None else driver
-
-    def __call__(self, stream: int) -> None:
-        """Clear on a stream.
-
-        Raises:
-            KernelLaunchError: the driver refused.
-        """
-        error = self._driver.cuMemsetD32Async(self.address, 0, self._words, stream)[0]
-        if error:
-            raise KernelLaunchError(f"memory was not cleared: {_name(error)}")
-
-
 def launch_attributes(module: Any, *, overlaps: bool, cluster: int) -> list[Any]:
     """Attributes of a launch, as in `KernelLaunch`."""
     kind = module.CUlaunchAttributeID

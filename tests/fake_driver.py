@@ -69,7 +69,6 @@ class FakeDriver:
         self.copied: dict[str, list[int]] = collections.defaultdict(list)
         self.failing: dict[str, int] = {}
         self.launches: list[Launched] = []
-        self.clears: list[tuple[int, int, int, int]] = []
         self.blocks: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.contexts = 0
@@ -178,10 +177,6 @@ class FakeDriver:
 
     def _cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> Any:
         self.perform(lambda: ctypes.memset(target, value, count) and None)
-        return (SUCCESS,)
-
-    def _cuMemsetD32Async(self, target: int, value: int, count: int, stream: int) -> Any:
-        self.clears.append((target, value, count, stream))
         return (SUCCESS,)
 
     def _copy(self, target: int, source: int, count: int, stream: int) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ struct AppendArgs {
   const int32_t* past_lens;  // [N], tokens before this step
   const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
   const float* kv_scales;  // [2, Hkv], keys before values
-  int32_t* counters;  // [num_counters], of the decode behind: set to zero
+  int32_t* counters;  // [num_counters], of the attention behind: set to zero
   int64_t key_token_stride;  // elements
   int64_t value_token_stride;  // elements
   int32_t num_tokens;  // T
@@ -199,7 +199,7 @@ struct PrefillSm90Args {
   const float* rope_cos_sin;  // [max_positions, 2, rotary_dim / 2]
   const float* sinks;  // [Hq]
   void* output;  // [T, Hq, Dv]
-  int32_t* tile_counter;  // 0 at the start; null: tiles are dealt out in a fixed order
+  int32_t* tile_counter;  // 0 at the start and at the end; null: tiles are dealt out
   int64_t query_token_stride;  // elements
   int64_t output_token_stride;  // elements
   int32_t num_tokens;  // T

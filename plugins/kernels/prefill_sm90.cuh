@@ -19,24 +19,9 @@
 
 #include "dependent_launch.cuh"
 #include "prefill_sm90_consumer.cuh"
-#include "prefill_sm90_overlap.cuh"
 #include "prefill_sm90_producer.cuh"
 
 namespace paged_trt {
-
-// Whether a kernel was asked for in this form, and can have it.
-template <class Layout>
-constexpr bool overlaps_tiles =
-    kOverlapsTiles && !Layout::kIsSplit && Layout::kQueryStages == 2;
-
-template <class Layout, bool is_other>
-struct ConsumerOf {
-  using Type = PrefillConsumer<Layout>;
-};
-template <class Layout>
-struct ConsumerOf<Layout, true> {
-  using Type = OverlappingConsumer<Layout>;
-};
 
 template <class Element, int head_dim, int value_head_dim, int group_size, bool has_window,
           bool has_softcap, bool is_split, bool is_scaled = false>
@@ -68,8 +53,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    typename ConsumerOf<Layout, overlaps_tiles<Layout>>::Type consumer = {
-        {{args, base, warpgroup - 1}}};
+    PrefillConsumer<Layout> consumer = {{{args, base, warpgroup - 1}}};
     consumer.softmax.scale = (has_softcap ? args.softcap : args.softmax_scale) * kLog2E;
     consumer.run();
   }

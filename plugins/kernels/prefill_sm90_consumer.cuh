@@ -2,14 +2,14 @@
 // steps over the key tiles that each sees, last to first.
 #pragma once
 
-#include "prefill_sm90_ahead.cuh"
 #include "prefill_sm90_merge.cuh"
+#include "prefill_sm90_steps.cuh"
 
 namespace paged_trt {
 
 template <class Layout>
-struct PrefillConsumer : AheadSteps<Layout> {
-  using Steps = AheadSteps<Layout>;
+struct PrefillConsumer : PrefillSteps<Layout> {
+  using Steps = PrefillSteps<Layout>;
   using typename Steps::Element, typename Steps::Outputs, typename Steps::Scores,
       typename Steps::Weights;
   using Steps::accumulate, Steps::args, Steps::base, Steps::clear_before_window,
@@ -63,9 +63,7 @@ struct PrefillConsumer : AheadSteps<Layout> {
     for (const int32_t end = full_end(); tile >= end; --tile) {
       this->template plain_step<false>(tile, scores, outputs, weights, rows);
     }
-    if constexpr (Layout::kIsAhead) {
-      this->ahead_steps(tile, scores, outputs, weights, rows);
-    } else if constexpr (!Layout::kTries) {
+    if constexpr (!Layout::kTries) {
       for (const int32_t end = full_begin(); tile >= end; --tile) {
         this->template plain_step<true>(tile, scores, outputs, weights, rows);
       }

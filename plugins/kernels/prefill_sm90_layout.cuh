@@ -3,7 +3,6 @@
 #pragma once
 
 #include "page_table.cuh"
-#include "prefill_sm90_options.cuh"
 #include "prefill_sm90_query.cuh"
 
 namespace paged_trt {
@@ -52,16 +51,11 @@ struct PrefillLayout {
   static constexpr bool kHasSoftcap = has_softcap;
   static constexpr bool kIsSplit = is_split;
   static constexpr bool kIsScaled = is_scaled;  // keys and values have a scale for each key head
-  static_assert(head_dim % 16 == 0 && value_head_dim % 16 == 0, "whole steps of 16 columns");
+  static_assert(head_dim % 64 == 0 && value_head_dim % 64 == 0, "whole boxes of 64 columns");
+  static_assert(value_head_dim <= head_dim, "outputs go through the query's buffer");
   static_assert(group_size <= kQueryRows, "a tile holds one token at least");
-  // Boxes have 64 columns; those that a head does not have are zero.
-  static constexpr int kKeyColumns = (head_dim + 63) / 64 * 64;
-  static constexpr int kValueColumns = (value_head_dim + 63) / 64 * 64;
-  static constexpr int kMostColumns = kKeyColumns > kValueColumns ? kKeyColumns : kValueColumns;
   // Accumulators of wide heads leave registers for the scores of 64 keys only.
-  static constexpr bool kIsWide = kMostColumns > 128;
-  // tanh beside two sets of scores would spill.
-  static constexpr bool kIsAhead = kScoresAhead && kMostColumns <= 64 && !has_softcap;
+  static constexpr bool kIsWide = head_dim > 128;
   static constexpr int kKeys = kIsWide ? 64 : 128;
   // Weights without a maximum need the scores kept until they are known to be good: too many
   // registers beside wide accumulators, and little won beside tanh.
@@ -69,12 +63,12 @@ struct PrefillLayout {
   static constexpr int kTokens = kQueryRows / group_size;
   static constexpr int kSteps = kKeys / 16;
   static constexpr int kBox = kKeys * 128;
-  static constexpr int kQueryBytes = kQueryRows * kMostColumns * 2;
-  static constexpr int kKeyBytes = kKeys * kKeyColumns * 2;
-  static constexpr int kValueBytes = kKeys * kValueColumns * 2;
+  static constexpr int kQueryBytes = kQueryRows * head_dim * 2;
+  static constexpr int kKeyBytes = kKeys * head_dim * 2;
+  static constexpr int kValueBytes = kKeys * value_head_dim * 2;
   static constexpr int kQueryStages = kIsWide ? 1 : 2;
-  static constexpr int kKeyStages = kIsAhead ? 4 : 2;
-  static constexpr int kValueStages = kIsAhead ? 4 : 3;
+  static constexpr int kKeyStages = 2;
+  static constexpr int kValueStages = 3;
   static constexpr int kKeysAt = kQueryStages * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
   static constexpr int kNumBarriers = 6 + 2 * kKeyStages + 2 * kValueStages;
@@ -87,7 +81,7 @@ struct PrefillLayout {
   static_assert(!is_split || kStatsAt + kQueryRows * 8 <= kBarriersAt, "partial outputs fit");
 
   using Scores = float[kKeys / 2];
-  using Outputs = float[kValueColumns / 2];
+  using Outputs = float[value_head_dim / 2];
   using Weights = uint32_t[kSteps][4];
 
   // Barriers, 8 bytes each.

@@ -88,7 +88,7 @@ struct TileMerger {
     const float top = fmaxf(maximum_of_shares(has_seen ? stats.x : kNoScore), sink);
     const float weight = has_seen ? exp2_approx(stats.x - top) : 0.f;
     const float sum = sum_of_shares(has_seen ? weight * stats.y : 0.f) + exp2_approx(sink - top);
-    constexpr int kPairs = Layout::kValueColumns / 64;  // of each lane
+    constexpr int kPairs = Layout::kValueDim / 64;  // of each lane
     float total[2 * kPairs] = {};
     const unsigned at = base + Layout::kKeysAt + row * Layout::kPartialStride + lane * 8;
 #pragma unroll 4
@@ -97,7 +97,6 @@ struct TileMerger {
       const unsigned place = of_block(at, rank);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        if (!has_column(64 * i + 2 * lane)) continue;
         const float2 pair = load_pair(place + i * 256);
         // What a block left unwritten can be NaN.
         total[2 * i] += of_rank == 0.f ? 0.f : of_rank * pair.x;
@@ -109,13 +108,8 @@ struct TileMerger {
     uint32_t* out = reinterpret_cast<uint32_t*>(target) + lane;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      if (!has_column(64 * i + 2 * lane)) continue;
       out[i * 32] = pack<Element>(total[2 * i] * factor, total[2 * i + 1] * factor);
     }
-  }
-
-  static __device__ __forceinline__ bool has_column(int column) {
-    return Layout::kValueDim % 64 == 0 || column < Layout::kValueDim;
   }
 
   // Over the lanes of up to 8 shares, in every lane.

@@ -21,11 +21,6 @@ struct KeyValueCopier {
     const int32_t place[4] = {0, tile % (kTokensPerPage / Layout::kKeys) * Layout::kKeys, 0, head};
     copy_box(base + Layout::kKeysAt + keys.stage * Layout::kKeyBytes, &args.key_map,
              Layout::key_ready(base, keys.stage), place, policy);
-    if constexpr (Layout::kHeadDim % 64 != 0) {
-      copy_other_boxes<Layout::kKeyColumns>(
-          base + Layout::kKeysAt + keys.stage * Layout::kKeyBytes, &args.key_map,
-          Layout::key_ready(base, keys.stage), place);
-    }
     keys.advance();
   }
 
@@ -35,24 +30,7 @@ struct KeyValueCopier {
     const int32_t place[4] = {0, tile % (kTokensPerPage / Layout::kKeys) * Layout::kKeys, 0, head};
     copy_box(base + Layout::kValuesAt + values.stage * Layout::kValueBytes, &args.value_map,
              Layout::value_ready(base, values.stage), place, policy);
-    if constexpr (Layout::kValueDim % 64 != 0) {
-      copy_other_boxes<Layout::kValueColumns>(
-          base + Layout::kValuesAt + values.stage * Layout::kValueBytes, &args.value_map,
-          Layout::value_ready(base, values.stage), place);
-    }
     values.advance();
-  }
-
-  // Where columns are no whole boxes, the map has all of them in one dimension: a box is copied at
-  // a time, and what lies behind the last column becomes zero.
-  template <int columns>
-  __device__ __forceinline__ void copy_other_boxes(unsigned destination, const TensorMap* map,
-                                                   unsigned barrier, const int32_t (&first)[4]) {
-#pragma unroll
-    for (int column = 64; column < columns; column += 64) {
-      const int32_t place[4] = {column, first[1], first[2], first[3]};
-      copy_box(destination + column / 64 * Layout::kBox, map, barrier, place, policy);
-    }
   }
 
   // (page, head) as the maps count them; the first one beyond the pool for an invalid page.
@@ -95,7 +73,7 @@ struct QueryChooser {
   static __device__ __forceinline__ QueryWork find_work(const PrefillSm90Args& args, Order& order,
                                                         int32_t index) {
     QueryWork work = {0, 0, 0, -1, 0, 0, 0, 0};
-    if (index >= order.num_blocks * args.num_kv_heads) return work;
+    if (index >= order.num_tiles()) return work;
     const int32_t tiles = order.num_blocks * order.section_heads;
     const int32_t section = index / tiles, within = index - section * tiles;
     const int32_t first_head = section * order.section_heads;
@@ -142,18 +120,6 @@ struct QueryChooser {
     work.last = last;
   }
 
-  // The next tile of this block: the next that nobody has taken, or without a counter, dealt out
-  // there and back, so that whoever got a long one gets a short one next.
-  static __device__ __forceinline__ int32_t next_index(const PrefillSm90Args& args, int32_t round) {
-    const int32_t blocks = gridDim.x, block = blockIdx.x;
-    if (args.tile_counter == nullptr) {
-      return round * blocks + (round & 1 ? blocks - 1 - block : block);
-    }
-    int32_t taken = 0;
-    if ((threadIdx.x & 31) == 0) taken = atomicAdd(args.tile_counter, 1);
-    return blocks + __shfl_sync(kAllLanes, taken, 0);
-  }
-
   static __device__ __forceinline__ void choose_and_load(const PrefillSm90Args& args, unsigned base,
                                                          int thread) {
     const bool chooses = thread < 32;
@@ -166,7 +132,7 @@ struct QueryChooser {
         QueryWork work = {0, 0, 0, -1, 0, 0, 0, 0};
         const int32_t index = round == 0         ? Layout::block_index()
                               : Layout::kIsSplit ? -1
-                                                 : next_index(args, round);
+                                                 : order.next_index(round);
         if (index >= 0) work = find_work(args, order, index);
         if (Layout::kIsSplit && work.kv_head >= 0) take_share(work);
         if (thread == 0) {

@@ -27,7 +27,7 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
     wgmma_fence();
     this->template score<columns>(scores, query_rows);
 #pragma unroll
-    for (int i = 0; i < Layout::kValueColumns / 2; ++i) outputs[i] = 0.f;
+    for (int i = 0; i < Layout::kValueDim / 2; ++i) outputs[i] = 0.f;
     wgmma_wait<0>();
     pin(scores);
     free_keys();
@@ -55,12 +55,10 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
     }
   }
 
-  // A tile after the first: the value product of the tile before runs along. `is_pending`: that of
-  // the tile before that has not been waited for.
+  // A tile after the first: the value product of the tile before runs along.
   template <bool is_full>
   __device__ __forceinline__ void plain_step(int32_t tile, Scores& scores, Outputs& outputs,
-                                             Weights& weights, uint64_t query_rows,
-                                             bool is_pending = false) {
+                                             Weights& weights, uint64_t query_rows) {
     wait_keys();
     wgmma_fence();
     this->score(scores, query_rows);
@@ -69,7 +67,6 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
     wgmma_wait<1>();
     pin(scores);
     free_keys();
-    if (is_pending) free_values();
     cap(scores);
     if constexpr (!is_full) hide<Layout::kHasWindow>(scores, visible(tile));
     float factors[2];
@@ -148,16 +145,8 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
       full_step(scores, outputs, others, weights, query_rows, true);
       is_pending = true;
     }
-    if constexpr (kEndsShort) {
-      if (tile >= full_begin()) {
-        plain_step<true>(tile, scores, outputs, weights, query_rows, is_pending);
-        --tile;
-        return;
-      }
-    }
     finish_outputs(outputs);
     if (is_pending) free_values();
-    if constexpr (kEndsShort) return;
     if (tile >= full_begin()) {  // the last of an odd number
       lone_step(scores, outputs, weights, query_rows);
       --tile;

@@ -74,7 +74,7 @@ struct PrefillWarpgroup {
         by_columns<Layout::kBox>(base + Layout::kValuesAt + values.stage * Layout::kValueBytes);
 #pragma unroll
     for (int step = 0; step < Layout::kSteps; ++step) {
-      Wgmma<Element, Layout::kValueColumns>::registers(outputs, weights[step], rows + step * 128);
+      Wgmma<Element, Layout::kValueDim>::registers(outputs, weights[step], rows + step * 128);
     }
     wgmma_commit();
     values.advance();

@@ -64,8 +64,6 @@ struct Wgmma;
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "     \
   "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "     \
   "%56, %57, %58, %59, %60, %61, %62, %63}"
-#define PAGED_TRT_ACCUMULATORS_192 \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
 #define PAGED_TRT_ACCUMULATORS_256                                                                 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "    \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "     \
@@ -83,8 +81,6 @@ struct Wgmma;
       PAGED_TRT_OUTPUTS_AT_8(i + 24)
 #define PAGED_TRT_OUTPUTS_64 PAGED_TRT_OUTPUTS_AT_32(0)
 #define PAGED_TRT_OUTPUTS_128 PAGED_TRT_OUTPUTS_AT_32(0), PAGED_TRT_OUTPUTS_AT_32(32)
-#define PAGED_TRT_OUTPUTS_192 \
-  PAGED_TRT_OUTPUTS_AT_32(0), PAGED_TRT_OUTPUTS_AT_32(32), PAGED_TRT_OUTPUTS_AT_32(64)
 #define PAGED_TRT_OUTPUTS_256                                                                      \
   PAGED_TRT_OUTPUTS_AT_32(0), PAGED_TRT_OUTPUTS_AT_32(32), PAGED_TRT_OUTPUTS_AT_32(64),            \
       PAGED_TRT_OUTPUTS_AT_32(96)
@@ -114,11 +110,9 @@ struct Wgmma;
   };
 PAGED_TRT_WGMMA(BFloat16, "bf16", 64, "%32", "%33", "%34", "%35", "%36")
 PAGED_TRT_WGMMA(BFloat16, "bf16", 128, "%64", "%65", "%66", "%67", "%68")
-PAGED_TRT_WGMMA(BFloat16, "bf16", 192, "%96", "%97", "%98", "%99", "%100")
 PAGED_TRT_WGMMA(BFloat16, "bf16", 256, "%128", "%129", "%130", "%131", "%132")
 PAGED_TRT_WGMMA(Float16, "f16", 64, "%32", "%33", "%34", "%35", "%36")
 PAGED_TRT_WGMMA(Float16, "f16", 128, "%64", "%65", "%66", "%67", "%68")
-PAGED_TRT_WGMMA(Float16, "f16", 192, "%96", "%97", "%98", "%99", "%100")
 PAGED_TRT_WGMMA(Float16, "f16", 256, "%128", "%129", "%130", "%131", "%132")
 
 #undef PAGED_TRT_WGMMA
@@ -128,8 +122,6 @@ PAGED_TRT_WGMMA(Float16, "f16", 256, "%128", "%129", "%130", "%131", "%132")
 #undef PAGED_TRT_ACCUMULATORS_64
 #undef PAGED_TRT_OUTPUTS_128
 #undef PAGED_TRT_ACCUMULATORS_128
-#undef PAGED_TRT_OUTPUTS_192
-#undef PAGED_TRT_ACCUMULATORS_192
 #undef PAGED_TRT_OUTPUTS_256
 #undef PAGED_TRT_ACCUMULATORS_256
 

@@ -218,9 +218,9 @@ class GatherArgs(ctypes.Structure):
 class PrefillSm90Args(ctypes.Structure):
     """The same on Hopper, where keys and values come by bulk tensor copies.
 
-    `key_map` and `value_map` are tensor maps of the pools; `tile_counter` is 0 at the start, or
-    null for a fixed order of the tiles. Where pages were gathered, maps, `page_table` and
-    `num_pages` are about those, and `kv_scales` is read.
+    `key_map` and `value_map` are tensor maps of the pools; `tile_counter` is 0 before a
+    launch and after it, or null for a fixed order of the tiles. Where pages were gathered, maps,
+    `page_table` and `num_pages` are about those, and `kv_scales` is read.
     """
 
     _fields_ = (

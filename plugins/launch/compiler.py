@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -83,41 +82,35 @@ class KernelCompiler:
         self.num_compiled = 0
         self.num_cached = 0
 
-    def compile(
-        self, source: str, name_expression: str, *, arch: str, macros: Sequence[str] = ()
-    ) -> Cubin:
+    def compile(self, source: str, name_expression: str, *, arch: str) -> Cubin:
         """Machine code of one kernel.
 
         Args:
             source: file in the kernel directory.
             name_expression: the instance, such as `append<__half, 64>`.
             arch: as `compile_arch` gives it.
-            macros: defined as 1 ahead of the source, behind `PAGED_TRT_`.
 
         Raises:
             KernelCompileError: NVRTC refused the source.
             UnsupportedError: NVRTC or CUDA's headers are not installed.
         """
-        text = "".join(
-            [*(f"#define PAGED_TRT_{name} 1\n" for name in macros), f'#include "{source}"\n']
-        )
         if not self._is_cached:
-            return self._compile(text, name_expression, arch)
-        key = self._key(source, text, name_expression, arch)
+            return self._compile(source, name_expression, arch)
+        key = self._key(source, name_expression, arch)
         try:
             path = self._prepare() / f"{key}.cubin"
             if (found := _read_entry(path, arch)) is not None:
                 self.num_cached += 1
                 return found
             with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
-                return self._compile_into(path, text, name_expression, arch)
+                return self._compile_into(path, source, name_expression, arch)
         except (OSError, filelock.Timeout) as error:
             self._is_cached = False
             _LOG.warning(
                 "kernels are compiled without a cache, %s; set %s to a directory that can be "
                 "written", error, CACHE_VARIABLE
             )  # fmt: skip
-        return self._compile(text, name_expression, arch)
+        return self._compile(source, name_expression, arch)
 
     def _prepare(self) -> Path:
         directory = self._directory or cache_directory()
@@ -127,12 +120,12 @@ class KernelCompiler:
         require_private(directory)
         return directory
 
-    def _key(self, source: str, text: str, name_expression: str, arch: str) -> str:
+    def _key(self, source: str, name_expression: str, arch: str) -> str:
         closure = closure_sha256(source, (self._kernels, *cuda.cuda_headers()))
         parts = (
             _FORMAT,
             closure,
-            text,
+            source,
             name_expression,
             arch,
             cuda.COMPILE_STANDARD,
@@ -140,19 +133,19 @@ class KernelCompiler:
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def _compile_into(self, path: Path, text: str, name: str, arch: str) -> Cubin:
+    def _compile_into(self, path: Path, source: str, name: str, arch: str) -> Cubin:
         # Another process may have written it while this one waited for the lock.
         if (found := _read_entry(path, arch)) is not None:
             self.num_cached += 1
             return found
-        cubin = self._compile(text, name, arch)
+        cubin = self._compile(source, name, arch)
         _write_entry(path, cubin)
         return cubin
 
-    def _compile(self, text: str, name_expression: str, arch: str) -> Cubin:
+    def _compile(self, source: str, name_expression: str, arch: str) -> Cubin:
         self.num_compiled += 1
         return cuda.compile_cubin(
-            text,
+            f'#include "{source}"\n',
             arch=arch,
             name_expressions=[name_expression],
             include_directories=[self._kernels],

@@ -12,14 +12,13 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from paged_trt.plugins.device import KernelLaunch, MemoryClear
+from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
-from paged_trt.plugins.launch.args import PrefillSm90Args
+from paged_trt.plugins.launch.args import AppendArgs, PrefillSm90Args
 from paged_trt.plugins.launch.gather import as_gathered, gather_workspace
 from paged_trt.plugins.launch.kernels_decode import CallAddresses, fill_arguments
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
-    COUNTER_BYTES,
     EncodeMap,
     refusal,
     set_pool_maps,
@@ -63,7 +62,6 @@ _LOG: Final = logging.getLogger("paged_trt")
 
 Launch = Callable[[int], None]
 LaunchMaker = Callable[..., Launch]
-ClearMaker = Callable[[int], MemoryClear]
 _OPERAND_FIELDS: Final = tuple(operand.name.lower() for operand in Operand)
 _WORKSPACE_FIELDS: Final = ("partial_output", "partial_lse", "counters")
 _GATHERED_FIELDS: Final = ("gathered_keys", "gathered_values", "gathered_table", "tile_counter")
@@ -113,8 +111,7 @@ def kernel_keys(
     Raises:
         KernelLaunchError: the device has no kernel for the plan.
     """
-    forms = plan.forms if isinstance(plan, PrefillPlan) else ()
-    return tuple(KernelKey.of(path, request, forms=forms) for path in kernel_paths(request, plan))
+    return tuple(KernelKey.of(path, request) for path in kernel_paths(request, plan))
 
 
 def warm_keys(request: AttentionPlanRequest, *, gathers: bool = False) -> tuple[KernelKey, ...]:
@@ -159,7 +156,6 @@ class PreparedStep:
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
         encode_map: as `tensor_maps.encode_pool_map`.
-        make_clear: as `MemoryClear`.
 
     Attributes:
         plan: what the planner chose.
@@ -179,7 +175,6 @@ class PreparedStep:
         registry: KernelRegistry = KERNELS,
         make_launch: LaunchMaker = KernelLaunch,
         encode_map: EncodeMap | None = None,
-        make_clear: ClearMaker = MemoryClear,
     ) -> None:
         self.request = request
         planned = planner.plan(request)
@@ -197,15 +192,10 @@ class PreparedStep:
         gathers = isinstance(self.plan, PrefillPlan) and self.plan.gathers
         self._gathered = gather_workspace(request) if gathers else None
         self._takes_tiles = isinstance(self.plan, PrefillPlan) and self.plan.takes_tiles
-        # The gather kernel clears the counter on its way.
-        needs_clear = self._takes_tiles and not gathers
-        self._counter = make_clear(COUNTER_BYTES) if needs_clear else None
         # All are found before one is launched.
         loaded = [registry.find(key) for key in kernel_keys(request, self.plan)]
         self._kernels = [self._make(kernel, make_launch) for kernel in loaded]
-        # The counter first, so that it is clear long before it is needed.
-        clears: list[Launch] = [] if self._counter is None else [self._counter]
-        self._launches = (*clears, *(kernel.launch for kernel in self._kernels))
+        self._launches = tuple(kernel.launch for kernel in self._kernels)
 
     def bind(self, addresses: CallAddresses) -> None:
         """Write addresses into the argument blocks, for all launches from now on.
@@ -232,14 +222,13 @@ class PreparedStep:
         return {} if self._gathered is None else self._gathered.addresses(addresses.workspace)
 
     def _set_prefill_addresses(self, block: PrefillSm90Args, addresses: CallAddresses) -> None:
-        request, pool, counter = self.request, self._operator.pool, addresses.workspace
+        request, pool = self.request, self._operator.pool
+        counter = addresses.workspace + self._workspace.counter_offset
         keys, values = (addresses.operands[op] for op in (Operand.KEY_POOL, Operand.VALUE_POOL))
         if self._gathered is not None:
             request, pool = as_gathered(request), self._gathered.pool(request)
             keys, values, table, counter = self._gathered_addresses(addresses).values()
             block.page_table, block.num_pages = table, pool.num_pages
-        if self._counter is not None:
-            self._counter.address = counter
         block.tile_counter = counter if self._takes_tiles else 0
         set_pool_maps(block, keys, values, request=request, pool=pool, encode_map=self._encode_map)
 
@@ -272,6 +261,8 @@ class PreparedStep:
         )
         if isinstance(block, PrefillSm90Args):
             self._set_prefill_addresses(block, self.addresses)
+        if isinstance(block, AppendArgs) and self._takes_tiles and self._gathered is None:
+            block.num_counters = 1  # a gather clears its own
         launch = make_launch(
             kernel.function,
             block,

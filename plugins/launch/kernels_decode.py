@@ -78,7 +78,6 @@ class KernelBuild:
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         head_tiles: tiles of query heads that a block serves; 0 where it does not matter.
-        macros: defined as 1 ahead of the source, behind `PAGED_TRT_`.
     """
 
     source: str
@@ -86,7 +85,6 @@ class KernelBuild:
     threads: int
     shared_bytes: int = 0
     head_tiles: int = 0
-    macros: tuple[str, ...] = ()
 
 
 def kernel_build(key: KernelKey, variant: KernelVariant = USUAL) -> KernelBuild:

@@ -6,7 +6,7 @@ Everything else of a prefill step falls to the portable kernel of `kernels_prefi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from paged_trt.plugins.attention import Rope
@@ -20,21 +20,6 @@ from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 HEAD_DIMS: Final = (64, 128, 256)
-DIM_STEP: Final = 16
-"""The kernel takes any multiple of it in the form that is asked for by name."""
-NARROW_DIM: Final = 64
-ANY_DIMS: Final = "any-dims"
-SCORES_AHEAD: Final = "scores-ahead"
-FORM_MACROS: Final[Mapping[str, str]] = {
-    "overlap": "PREFILL_OVERLAP",
-    "short-end": "PREFILL_SHORT_END",
-    SCORES_AHEAD: "PREFILL_SCORES_AHEAD",
-    "small-sections": "PREFILL_SMALL_SECTIONS",
-    "watchdog": "WATCHDOG",
-    ANY_DIMS: "",
-}
-"""Macro of each form in `kernels/prefill_sm90_options.cuh`; dims need none. A watchdog turns a wait
-without end into an error."""
 TILE_ROWS: Final = 128
 """Query rows of a tile: tokens times the heads of a group."""
 THREADS: Final = 384
@@ -45,20 +30,19 @@ PAGES_PER_PARTITION: Final = 2
 """Fewer keys than these are not worth a merge."""
 
 MOST_DEALT: Final = 3
-"""Tiles of a block that are dealt out; more are taken from a counter, which has to be cleared."""
+"""Tiles of a block that are dealt out; more are taken from a counter."""
+DEALT_PAGES: Final = 4
+"""Tiles of sequences of no more pages are dealt out, however many: they cost so little that taking
+one from a counter shows. On an H200, 16 x 512 tokens took 105.2 us instead of 110.1, of which about
+3.7 were for clearing the counter, as appends do since; at 16 x 1,024 clearing was all there was."""
 COUNTER_BYTES: Final = 4
 """Workspace of a step whose blocks take tiles."""
 
 EncodeMap = Callable[..., bytes]
 
 
-def refusal(request: AttentionPlanRequest, *, forms: Sequence[str] = ()) -> str | None:
-    """Why these kernels do not cover a layer; None where they do.
-
-    Args:
-        request: types and dims.
-        forms: of an explicit plan.
-    """
+def refusal(request: AttentionPlanRequest) -> str | None:
+    """Why these kernels do not cover a layer; None where they do."""
     attention = request.attention
     rotary_step = {Rope.NONE: 1, Rope.HALF_SPLIT: 8, Rope.INTERLEAVED: 4}[attention.rope]
     for is_refused, reason in (
@@ -68,7 +52,7 @@ def refusal(request: AttentionPlanRequest, *, forms: Sequence[str] = ()) -> str 
             f"a {request.kv_cache_dtype.value} pool under {request.activation_dtype.value}",
         ),
         (
-            not _has_dims(attention.head_dim, attention.value_head_dim, forms),
+            not _has_dims(attention.head_dim, attention.value_head_dim),
             f"head_dim={attention.head_dim}"
             if attention.value_head_dim == attention.head_dim
             else f"value_head_dim={attention.value_head_dim} beside head_dim={attention.head_dim}",
@@ -82,26 +66,18 @@ def refusal(request: AttentionPlanRequest, *, forms: Sequence[str] = ()) -> str 
     return None
 
 
-def _has_dims(head_dim: int, value_head_dim: int, forms: Sequence[str]) -> bool:
-    if ANY_DIMS in forms:
-        dims = (head_dim, value_head_dim)
-        return all(dim % DIM_STEP == 0 and 0 < dim <= HEAD_DIMS[-1] for dim in dims)
+def _has_dims(head_dim: int, value_head_dim: int) -> bool:
     return head_dim == value_head_dim and head_dim in HEAD_DIMS
 
 
 def plan_prefill(request: AttentionPlanRequest) -> PrefillPlan:
-    """Kernel of a prefill step; pure."""
-    reason = refusal(request)
-    if reason is not None:
-        return PrefillPlan(kernel="portable", reason=f"hopper's kernel has no {reason}")
-    return hopper_plan(request)
-
-
-def hopper_plan(request: AttentionPlanRequest) -> PrefillPlan:
-    """Blocks of a step of these kernels, which must cover the layer.
+    """Kernel of a prefill step; pure.
 
     A step with fewer query tiles than multiprocessors splits the keys of each tile.
     """
+    reason = refusal(request)
+    if reason is not None:
+        return PrefillPlan(kernel="portable", reason=f"hopper's kernel has no {reason}")
     tiles = most_tiles(request)
     units = request.num_multiprocessors or USUAL_MULTIPROCESSORS
     most = min(units // tiles, request.step.table_width // PAGES_PER_PARTITION, MOST_PARTITIONS)
@@ -110,7 +86,7 @@ def hopper_plan(request: AttentionPlanRequest) -> PrefillPlan:
             kernel="hopper",
             reason="sm_90, dims and types covered",
             blocks=min(tiles, units),
-            takes_tiles=tiles > MOST_DEALT * units,
+            takes_tiles=tiles > MOST_DEALT * units and request.step.table_width > DEALT_PAGES,
         )
     partitions = 1 << (most.bit_length() - 1)  # clusters of a power of two
     return PrefillPlan(
@@ -142,7 +118,7 @@ def prefill_sm90_build(key: KernelKey) -> KernelBuild:
         raise UnsupportedError(f"{key.path.value} is no prefill kernel of Hopper")
     is_scaled = key.kv_cache_dtype.is_quantised
     has_type = is_scaled or key.activation_dtype is key.kv_cache_dtype
-    has_dims = _has_dims(key.head_dim, key.value_head_dim, key.forms)
+    has_dims = _has_dims(key.head_dim, key.value_head_dim)
     if not has_dims or not has_type or key.group_size > TILE_ROWS:
         raise UnsupportedError(
             f"{key}: Hopper's prefill kernel takes equal head dims of {HEAD_DIMS}, one type or a "
@@ -157,33 +133,21 @@ def prefill_sm90_build(key: KernelKey) -> KernelBuild:
         source="prefill_sm90.cu",
         name_expression=f"paged_trt::prefill_sm90<{', '.join(map(str, arguments))}>",
         threads=THREADS,
-        shared_bytes=shared_bytes(
-            key.head_dim,
-            key.value_head_dim,
-            is_ahead=SCORES_AHEAD in key.forms and not key.has_softcap,
-        ),
-        macros=tuple(FORM_MACROS[form] for form in key.forms if FORM_MACROS[form]),
+        shared_bytes=shared_bytes(key.head_dim),
     )
 
 
-def key_tile_tokens(head_dim: int, value_head_dim: int) -> int:
+def key_tile_tokens(head_dim: int) -> int:
     """Keys of one step of the loop: wide heads leave registers for 64."""
-    return 64 if max(head_dim, value_head_dim) > 128 else 128
+    return 64 if head_dim > 128 else 128
 
 
-def shared_bytes(head_dim: int, value_head_dim: int, *, is_ahead: bool = False) -> int:
-    """Dynamic shared memory of a block; `is_ahead`: narrow heads have more stages."""
-    key_columns, value_columns = (
-        -(-dim // tensor_maps.BOX_COLUMNS) * tensor_maps.BOX_COLUMNS
-        for dim in (head_dim, value_head_dim)
-    )
-    most = max(key_columns, value_columns)
-    key_stages, value_stages = (4, 4) if is_ahead and most <= NARROW_DIM else (2, 3)
-    tokens = key_tile_tokens(head_dim, value_head_dim)
-    queries = (1 if most > 128 else 2) * TILE_ROWS * most * 2
-    keys_and_values = tokens * (key_stages * key_columns + value_stages * value_columns) * 2
-    barriers = 8 * (6 + 2 * key_stages + 2 * value_stages)
-    work, alignment = 64, 1024
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of a block."""
+    row_bytes = head_dim * 2
+    queries = (1 if head_dim > 128 else 2) * TILE_ROWS * row_bytes
+    keys_and_values = (2 + 3) * key_tile_tokens(head_dim) * row_bytes
+    barriers, work, alignment = 128, 64, 1024
     return queries + keys_and_values + barriers + work + alignment
 
 
@@ -216,6 +180,5 @@ def set_pool_maps(
         ("value_map", value_pool, attention.value_head_dim),
     ):
         shape = pool.pool_shape(attention.num_kv_heads, dim)
-        tokens = key_tile_tokens(attention.head_dim, attention.value_head_dim)
-        code = encode(address, request.kv_cache_dtype, shape, tokens)
+        code = encode(address, request.kv_cache_dtype, shape, key_tile_tokens(dim))
         setattr(block, name, TensorMap.from_buffer_copy(code))

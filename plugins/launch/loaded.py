@@ -179,9 +179,7 @@ class DeviceKernels:
         return LoadedKernel(key=key, build=build, function=self._function(build, key.arch))
 
     def _function(self, build: KernelBuild, arch: str) -> Any:
-        cubin = self.compiler.compile(
-            build.source, build.name_expression, arch=compile_arch(arch), macros=build.macros
-        )
+        cubin = self.compiler.compile(build.source, build.name_expression, arch=compile_arch(arch))
         name = cubin.names[build.name_expression]
         return self._load(cubin.code, name, shared_bytes=build.shared_bytes)
 

@@ -149,7 +149,6 @@ class PrefillPlan:
 
     Attributes:
         kernel: `portable` or `hopper`.
-        forms: of the kernel, names in `prefill_forms`; only explicit plans have any.
         reason: why that one.
         blocks: thread blocks of the launch; 0 where the kernel's tile decides.
         partitions: blocks that share the keys of one query tile; 1: none is split.
@@ -159,7 +158,6 @@ class PrefillPlan:
     """
 
     kernel: str
-    forms: tuple[str, ...] = ()
     reason: str
     blocks: int = 0
     partitions: int = 1
@@ -169,8 +167,7 @@ class PrefillPlan:
     def __str__(self) -> str:
         source = " from gathered pages" if self.gathers else ""
         split = f", keys split in {self.partitions}" if self.partitions > 1 else ""
-        kernel = "+".join((self.kernel, *self.forms))
-        return f"{kernel}{source}{split} ({self.reason})"
+        return f"{self.kernel}{source}{split} ({self.reason})"
 
 
 def parse_attention_plan(text: str) -> AttentionPlan | None:

@@ -91,9 +91,7 @@ def compile_one(key: KernelKey | BuildJob) -> str:
     try:
         build = key.build if isinstance(key, BuildJob) else build_of(key)
         arch = compile_arch(key.arch or "")
-        KernelCompiler().compile(
-            build.source, build.name_expression, arch=arch, macros=build.macros
-        )
+        KernelCompiler().compile(build.source, build.name_expression, arch=arch)
     except PagedTrtError as error:
         return f"{key}: {error}"
     return ""

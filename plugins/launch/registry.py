@@ -131,7 +131,6 @@ class KernelKey:
         has_window: whether a SPECIALISED kernel handles a window; False for others.
         has_softcap: the same for softcap.
         features: what the kernel does besides, of what the layer uses.
-        forms: of a SPECIALISED kernel, names in `prefill_forms`; none is what planners take.
     """
 
     path: KernelPath
@@ -144,19 +143,10 @@ class KernelKey:
     has_window: bool = False
     has_softcap: bool = False
     features: Feature = Feature.NONE
-    forms: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, path: KernelPath, request: AttentionPlanRequest, *, forms: tuple[str, ...] = ()
-    ) -> KernelKey:
-        """Key of the kernel that serves `request` on `path`.
-
-        Args:
-            path: kind of kernel.
-            request: types and dims.
-            forms: of a plan; only SPECIALISED kernels have any.
-        """
+    def of(cls, path: KernelPath, request: AttentionPlanRequest) -> KernelKey:
+        """Key of the kernel that serves `request` on `path`."""
         attention = request.attention
         is_specialised = path in SPECIALISED
         return cls(
@@ -170,7 +160,6 @@ class KernelKey:
             has_window=is_specialised and attention.window != FULL_WINDOW,
             has_softcap=is_specialised and attention.softcap > 0,
             features=Feature.of(attention) & _FEATURES.get(path, Feature.NONE),
-            forms=forms if is_specialised else (),
         )
 
     def __str__(self) -> str:
@@ -180,5 +169,4 @@ class KernelKey:
             f"head_dim {self.head_dim}, value_head_dim {self.value_head_dim}, "
             f"group_size {self.group_size}{features}, {'window, ' if self.has_window else ''}"
             f"{'softcap, ' if self.has_softcap else ''}{self.arch or 'any device'}"
-            f"{''.join(f', {form}' for form in self.forms)}"
         )

@@ -23,16 +23,15 @@ _TYPES: Final = {
 def encode_pool_map(address: int, dtype: DType, shape: tuple[int, ...], box_tokens: int) -> bytes:
     """Map of a pool; a box is whole rows of one (page, key head).
 
-    Its dims are (column within 64, token, group of 64 columns, (page, key head)); where columns
-    are no whole groups, (column, token, 1, (page, key head)), and a box has 64 of the columns.
-    What lies outside, such as the first page that the pool does not have, arrives as zeros.
+    Its dims are (column within 64, token, group of 64 columns, (page, key head)). What lies
+    outside, such as the first page that the pool does not have, arrives as zeros.
     Encoding asks nothing of the device, so a captured step may do it; maps are kept, since the
     pools of an engine stay where they are.
 
     Args:
         address: of the pool; a multiple of 16.
         dtype: a 16-bit type.
-        shape: `[num_pages, num_kv_heads, 128, head_dim]`, head_dim a multiple of 8.
+        shape: `[num_pages, num_kv_heads, 128, head_dim]`, head_dim a multiple of 64.
         box_tokens: tokens of a box, up to 128.
 
     Raises:
@@ -46,13 +45,9 @@ def encode(
 ) -> bytes:
     """`encode_pool_map` with a driver of the caller's."""
     pages, heads, tokens, head_dim = shape
-    row_bytes = head_dim * dtype.itemsize
-    has_groups = head_dim % BOX_COLUMNS == 0
-    groups = head_dim // BOX_COLUMNS if has_groups else 1
-    dims = (BOX_COLUMNS if has_groups else head_dim, tokens, groups, pages * heads)
-    page_bytes = tokens * row_bytes
-    group_bytes = BOX_COLUMNS * dtype.itemsize if has_groups else page_bytes
-    strides = (row_bytes, group_bytes, page_bytes)
+    groups, row_bytes = head_dim // BOX_COLUMNS, head_dim * dtype.itemsize
+    dims = (BOX_COLUMNS, tokens, groups, pages * heads)
+    strides = (row_bytes, BOX_COLUMNS * dtype.itemsize, tokens * row_bytes)
     box = (BOX_COLUMNS, box_tokens, groups, 1)
     encoded = check(
         driver.cuTensorMapEncodeTiled(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.attention import AttentionSpec, Rope
-from paged_trt.plugins.device import KernelLaunch, MemoryClear
+from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch.dispatch import PreparedStep
@@ -29,7 +29,6 @@ from paged_trt.plugins.launch.trial_memory import TrialMemory, pool_scale
 Array = npt.NDArray[Any]
 Launch = Callable[[int], None]
 MakeLaunch = Callable[..., Launch]
-CLEAR_LABEL: Final = "clear"
 _ALIGNMENT: Final = 256
 """Bytes, as of every allocation of CUDA."""
 
@@ -82,7 +81,6 @@ def prepare_trial(
     num_sets: int | None = None,
     registry: KernelRegistry = KERNELS,
     make_launch: MakeLaunch = KernelLaunch,
-    make_clear: Callable[[int], MemoryClear] = MemoryClear,
     seed: int = 0,
 ) -> Trial:
     """Operands on the device and the launches of every step.
@@ -95,7 +93,6 @@ def prepare_trial(
         num_sets: page tables that take turns; None for `sets_in_turn`.
         registry: where the kernels are.
         make_launch: as `KernelLaunch`.
-        make_clear: as `MemoryClear`.
         seed: of queries and page order.
 
     Raises:
@@ -135,7 +132,6 @@ def prepare_trial(
             planner=planner,
             registry=registry,
             make_launch=_remembering(make_launch, launches[-1]),
-            make_clear=_remembering_clear(make_clear, launches[-1]),
         )
         # Addresses reach the argument blocks as they do in the plugin.
         step.bind(addresses)
@@ -156,19 +152,6 @@ def _remembering(make_launch: MakeLaunch, into: list[tuple[str, Launch]]) -> Mak
         launch = make_launch(*arguments, label=label, **options)
         into.append((label, launch))
         return launch
-
-    return make
-
-
-def _remembering_clear(
-    make_clear: Callable[[int], MemoryClear], into: list[tuple[str, Launch]]
-) -> Callable[[int], MemoryClear]:
-    """`make_clear` that also notes the clear, which belongs to the attention behind it."""
-
-    def make(num_bytes: int) -> MemoryClear:
-        clear = make_clear(num_bytes)
-        into.append((CLEAR_LABEL, clear))
-        return clear
 
     return make
 

@@ -12,16 +12,9 @@ import numpy.typing as npt
 
 from paged_trt.plugins.errors import PagedTrtError
 from paged_trt.plugins.launch.dispatch import kernel_keys, kernel_paths
-from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES
 from paged_trt.plugins.launch.loaded import KERNELS
-from paged_trt.plugins.launch.planner import (
-    PlannedAttention,
-    Planner,
-    PolicyPlanner,
-    candidates,
-)
-from paged_trt.plugins.launch.plans import AttentionPlan, PlanSource, PrefillPlan
-from paged_trt.plugins.launch.prefill_forms import name_of, prefill_candidates
+from paged_trt.plugins.launch.planner import PolicyPlanner, candidates
+from paged_trt.plugins.launch.plans import AttentionPlan
 from paged_trt.plugins.launch.registry import KernelKey
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 from paged_trt.plugins.launch.step_sizes import page_tables, pool_spec, sets_in_turn
@@ -33,29 +26,6 @@ from paged_trt.plugins.timing import Graphs, Times, measure
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
 
 _LOG: Final = logging.getLogger("paged_trt")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FixedPrefillPlanner:
-    """A planner with one plan for prefill steps.
-
-    Attributes:
-        plan_of_prefill: the plan.
-    """
-
-    plan_of_prefill: PrefillPlan
-
-    def plan(self, request: AttentionPlanRequest) -> PlannedAttention:
-        """The plan of a prefill step, and the heuristic's of a decode step."""
-        if request.is_decode:
-            return PolicyPlanner(explicit=None).plan(request)
-        return PlannedAttention(
-            plan=self.plan_of_prefill, source=PlanSource.EXPLICIT, reason="asked for"
-        )
-
-    def workspace_bytes(self, largest: AttentionPlanRequest) -> int:
-        """Bytes of workspace: the heuristic's, and a counter of tiles at least."""
-        return max(COUNTER_BYTES, PolicyPlanner(explicit=None).workspace_bytes(largest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +84,7 @@ class OurKernels:
         count = sets_in_turn(cell.sizes, cell.attention, cell.kv, pool)
         return page_tables(cell.sizes, pool, num_sets=count)
 
-    def prepare(self, cell: Cell, plan: AttentionPlan | PrefillPlan | None = None) -> Trial:
+    def prepare(self, cell: Cell, plan: AttentionPlan | None = None) -> Trial:
         """A trial of the cell; it lies in the memory until that is released.
 
         Args:
@@ -125,7 +95,7 @@ class OurKernels:
             PagedTrtError: no kernel covers it, or there is too little memory.
         """
         request = self.request(cell)
-        planner = self._planner_of(plan)
+        planner = self._planner if plan is None else PolicyPlanner(explicit=plan)
         chosen = planner.plan(request).plan
         KERNELS.warm(kernel_keys(request, chosen))
         return prepare_trial(self._memory, request, cell.sizes, planner=planner)
@@ -145,18 +115,13 @@ class OurKernels:
             plans = plans_worth_timing(self.request(cell))
             named = {str(plan): plan for plan in plans if plan != planned.plan}
             others |= self._time_others(cell, named, estimate)
-        if all_plans and cell.family is Family.PREFILL:
-            forms = prefill_candidates(self.request(cell))
-            others |= self._time_others(
-                cell, {name_of(plan, forms): plan for plan in forms}, estimate
-            )
         text = f"{planned.plan} ({planned.source.value})"
         if cell.family is not Family.DECODE:
             text = self._paths(cell)
         return OurTimes(times=times, plan=text, plans_us=others)
 
     def _time_others(
-        self, cell: Cell, plans: Mapping[str, AttentionPlan | PrefillPlan], estimate: float
+        self, cell: Cell, plans: Mapping[str, AttentionPlan], estimate: float
     ) -> dict[str, float]:
         """Median microseconds by name; one that fails is named in the log and left out."""
         found = {}
@@ -167,14 +132,7 @@ class OurKernels:
                 _LOG.warning("%s of %s was not timed: %s", name, cell, error)
         return found
 
-    def _planner_of(self, plan: AttentionPlan | PrefillPlan | None) -> Planner:
-        if plan is None:
-            return self._planner
-        if isinstance(plan, PrefillPlan):
-            return FixedPrefillPlanner(plan)
-        return PolicyPlanner(explicit=plan)
-
-    def _time(self, cell: Cell, plan: AttentionPlan | PrefillPlan | None, estimate: float) -> Times:
+    def _time(self, cell: Cell, plan: AttentionPlan | None, estimate: float) -> Times:
         only = is_append if cell.family is Family.APPEND else is_attention
         try:
             trial = self.prepare(cell, plan)
@@ -219,7 +177,5 @@ def kernels_of(
         others = plans_worth_timing(request) if all_plans else ()
         planners = [chosen, *(PolicyPlanner(explicit=plan) for plan in others)]
         plans = [planner.plan(request).plan for planner in planners]
-        if all_plans and cell.family is Family.PREFILL:
-            plans += prefill_candidates(request)
         keys.update(key for plan in plans for key in kernel_keys(request, plan))
     return keys

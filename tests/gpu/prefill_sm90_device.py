@@ -17,7 +17,6 @@ from paged_trt.plugins.launch.args import PrefillSm90Args
 from paged_trt.plugins.launch.compiler import KernelCompiler
 from paged_trt.plugins.launch.kernels_decode import CallAddresses, KernelBuild, fill_arguments
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
-    hopper_plan,
     most_tiles,
     plan_prefill,
     prefill_sm90_build,
@@ -32,9 +31,7 @@ from paged_trt.plugins.operands import Operand
 @functools.cache
 def load(build: KernelBuild) -> Any:
     """A compiled function in the current context."""
-    cubin = KernelCompiler().compile(
-        build.source, build.name_expression, arch=arch(), macros=build.macros
-    )
+    cubin = KernelCompiler().compile(build.source, build.name_expression, arch=arch())
     name = cubin.names[build.name_expression]
     return load_function(cubin.code, name, shared_bytes=build.shared_bytes)
 
@@ -106,7 +103,7 @@ class PrefillSm90Step(PrefillStep):
         assert plan.kernel == "hopper", str(plan)
         is_split = plan.partitions > 1
         path = KernelPath.PREFILL_SM90_SPLIT if is_split else KernelPath.PREFILL_SM90
-        build = prefill_sm90_build(KernelKey.of(path, self.request, forms=plan.forms))
+        build = prefill_sm90_build(KernelKey.of(path, self.request))
         return KernelLaunch(
             load(build),
             self.prefill_block(),
@@ -125,17 +122,15 @@ class PrefillSm90Step(PrefillStep):
         return torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def prefill(self) -> None:
-        """Launch on torch's current stream."""
+        """Launch on torch's current stream; a launch leaves its counter at zero."""
         import torch
 
-        if self.prefill_plan.takes_tiles:
-            self.counter.zero_()
         self.launch_prefill(torch.cuda.current_stream().cuda_stream)
 
 
 def with_partitions(step: PrefillSm90Step, partitions: int) -> PrefillPlan:
     """The plan of a step with so many partitions; without, few blocks do all tiles in turn."""
-    plan = hopper_plan(step.request)
+    plan = plan_prefill(step.request)
     tiles = most_tiles(step.request)
     blocks = tiles * partitions if partitions > 1 else max(1, tiles // 3)
     return dataclasses.replace(plan, blocks=blocks, partitions=partitions)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cstring>
 #include <thread>
@@ -62,6 +63,9 @@ inline unsigned __ballot_sync(unsigned, bool value) {
 }
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline int atomicAdd(int* place, int value) {
+  return std::atomic_ref(*place).fetch_add(value);
+}
 inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);

@@ -14,7 +14,6 @@ import pytest
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import UnsupportedError
 from paged_trt.plugins.launch.kernels_prefill_sm90 import (
-    ANY_DIMS,
     HEAD_DIMS,
     prefill_sm90_build,
     shared_bytes,
@@ -39,9 +38,6 @@ def key(
     head_dim: int,
     group_size: int,
     kv: DType | None = None,
-    *,
-    value_head_dim: int | None = None,
-    forms: tuple[str, ...] = (),
     **features: bool,
 ) -> KernelKey:
     return KernelKey(
@@ -50,9 +46,8 @@ def key(
         activation_dtype=dtype,
         kv_cache_dtype=kv or dtype,
         head_dim=head_dim,
-        value_head_dim=value_head_dim or head_dim,
+        value_head_dim=head_dim,
         group_size=group_size,
-        forms=forms,
         **features,
     )
 
@@ -64,10 +59,6 @@ KEYS = [
     key(PLAIN, BF16, 128, 8, has_window=True, has_softcap=True),
     key(PLAIN, BF16, 64, 1, has_window=True),
     key(PLAIN, BF16, 256, 4, has_window=True),
-    key(PLAIN, BF16, 128, 4, forms=("overlap", "short-end", "small-sections")),
-    key(PLAIN, BF16, 64, 4, forms=("scores-ahead", "overlap")),
-    key(PLAIN, BF16, 96, 4, forms=(ANY_DIMS,)),
-    key(SPLIT, BF16, 192, 8, value_head_dim=128, forms=(ANY_DIMS,)),
     # From pages that were gathered out of 8-bit pools: with the scales of those.
     key(PLAIN, BF16, 128, 4, DType.FLOAT8),
     key(SPLIT, FP16, 128, 8, DType.INT8, has_window=True, has_softcap=True),
@@ -89,9 +80,8 @@ def compile_kernel(kernel: KernelKey) -> tuple[bytes, str]:
     """Machine code and log, with a proof that Python and CUDA agree on the shared memory."""
     build = prefill_sm90_build(kernel)
     layout = build.name_expression.replace("prefill_sm90<", "PrefillLayout<")
-    macros = "".join(f"#define PAGED_TRT_{name} 1\n" for name in build.macros)
     source = (
-        f'{macros}#include "{build.source}"\n'
+        f'#include "{build.source}"\n'
         f"static_assert({layout}::kSharedBytes == {build.shared_bytes});\n"
         f"static_assert(paged_trt::kPrefillThreads == {build.threads});\n"
     )
@@ -154,7 +144,7 @@ def find_disassembler() -> str | None:
 
 def test_blocks_fit_a_multiprocessor() -> None:
     for head_dim in HEAD_DIMS:
-        assert shared_bytes(head_dim, head_dim) <= BLOCK_SHARED_LIMIT
+        assert shared_bytes(head_dim) <= BLOCK_SHARED_LIMIT
 
 
 @pytest.mark.parametrize(

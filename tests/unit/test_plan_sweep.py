@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from fake_driver import FakeDriver, Function, Launched
 
 from paged_trt.plugins.cuda import Cubin
-from paged_trt.plugins.device import Device, KernelLaunch, MemoryClear, Stream
+from paged_trt.plugins.device import Device, KernelLaunch, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelCompileError
 from paged_trt.plugins.launch.kernels_decode import KernelBuild, kernel_build
@@ -108,9 +108,7 @@ class Kernels:
         self._split: Any = None
         self._places: Any = None
 
-    def compile(
-        self, source: str, name_expression: str, *, arch: str, macros: Sequence[str]
-    ) -> Cubin:
+    def compile(self, source: str, name_expression: str, *, arch: str) -> Cubin:
         if any(text in name_expression for text in self.missing):
             raise KernelCompileError("it does not fit")
         return Cubin(code=b"", arch=arch, names={name_expression: name_expression}, log="")
@@ -162,10 +160,7 @@ def make_sweep(kernels: Kernels, driver: FakeDriver, *, arch: str = "sm_90") -> 
         ceilings={"read_GBs": 4000.0, "copy_GBs": 3000.0},
         kernels=DeviceKernels(kernels, load=kernels.load, context=lambda: 1),  # type: ignore[arg-type]
         graph_microseconds=20.0,
-        trial_options={
-            "make_launch": functools.partial(KernelLaunch, driver=driver),
-            "make_clear": functools.partial(MemoryClear, driver=driver),
-        },
+        trial_options={"make_launch": functools.partial(KernelLaunch, driver=driver)},
     )
     memory.close()
     assert not driver.blocks

@@ -11,8 +11,7 @@ from fake_driver import FakeDriver
 from unit.test_launch_dispatch import ADDRESSES, NOWHERE, Registry
 from unit.test_prefill_plan import make_request
 
-from paged_trt.plugins.device import KernelLaunch, MemoryClear
-from paged_trt.plugins.errors import KernelLaunchError
+from paged_trt.plugins.device import KernelLaunch
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.kv import KvPoolSpec
 from paged_trt.plugins.launch.dispatch import PreparedStep
@@ -46,7 +45,6 @@ def prepare(
         registry=Registry(),
         make_launch=functools.partial(KernelLaunch, driver=driver),
         encode_map=maps,
-        make_clear=functools.partial(MemoryClear, driver=driver),
     )
 
 
@@ -89,22 +87,28 @@ def test_pools_that_move_get_new_maps() -> None:
         assert maps.calls[-2:][0] == (key, step.request.kv_cache_dtype, shape, 128)
 
 
-def test_the_counter_is_cleared_before_anything_runs() -> None:
+def test_the_append_clears_the_counter_of_the_prefill_behind() -> None:
     driver = FakeDriver()
     step = prepare(driver, Maps(), make_request())
-    step.bind(ADDRESSES)
-    step.launch(7)
-    assert driver.clears == [(ADDRESSES.workspace, 0, 1, 7)]
-    assert list(driver.calls) == ["cuMemsetD32Async", "cuLaunchKernelEx"]
-    driver.failing = {"cuMemsetD32Async": 1}
-    with pytest.raises(KernelLaunchError, match="memory was not cleared"):
+    for workspace in (ADDRESSES.workspace, 1 << 33):
+        step.bind(dataclasses.replace(ADDRESSES, workspace=workspace))
         step.launch(7)
+        append, prefill = driver.launches[-2:]
+        assert (append.args["counters"], append.args["num_counters"]) == (workspace, 1)
+        assert prefill.args["tile_counter"] == workspace
+        # It is clear before a block of the prefill starts.
+        assert not prefill.overlaps
+    assert list(driver.calls) == ["cuLaunchKernelEx"]
 
 
 @pytest.mark.parametrize(
     ("request_", "explicit"),
-    [(make_request(1024), None), (make_request(), Direct())],
-    ids=["few-tiles", "no-workspace"],
+    [
+        (make_request(1024), None),
+        (make_request(16 * 512, 16, 4), None),
+        (make_request(), Direct()),
+    ],
+    ids=["few-tiles", "short", "no-workspace"],
 )
 def test_tiles_are_dealt_out_without_a_counter(
     request_: AttentionPlanRequest, explicit: Any
@@ -113,8 +117,8 @@ def test_tiles_are_dealt_out_without_a_counter(
     step = prepare(driver, Maps(), request_, explicit)
     step.bind(ADDRESSES)
     step.launch(0)
-    assert driver.clears == []
-    assert driver.launches[-1].args["tile_counter"] == 0
+    append, prefill = driver.launches
+    assert (append.args["num_counters"], prefill.args["tile_counter"]) == (0, 0)
 
 
 def test_split_keys_are_a_cluster() -> None:

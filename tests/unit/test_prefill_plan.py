@@ -79,6 +79,25 @@ def test_few_tiles_split_their_keys(tokens: int, width: int, blocks: int, partit
 
 
 @pytest.mark.parametrize(
+    ("tokens", "seqs", "width", "takes_tiles"),
+    [
+        (8192, 16, 4, False),  # 16 x 512
+        (16384, 16, 8, True),  # 16 x 1,024
+        (16384, 8, 16, True),
+        (2048, 8, 32, True),  # 8 x 256 on 3,840
+        (2048, 4, 64, True),  # 4 x 512 on 7,680
+        (1024, 1, 8, False),  # few tiles
+    ],
+)
+def test_few_tiles_or_tiles_of_short_sequences_are_dealt_out(
+    tokens: int, seqs: int, width: int, takes_tiles: bool
+) -> None:
+    plan = plan_of(make_request(tokens, seqs, width))
+    assert (plan.blocks, plan.partitions) == (132, 1)
+    assert plan.takes_tiles == takes_tiles
+
+
+@pytest.mark.parametrize(
     ("request_", "reason"),
     [
         (dataclasses.replace(make_request(), arch="sm_100"), "sm_100 is not sm_90"),
