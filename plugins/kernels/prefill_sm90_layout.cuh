@@ -66,10 +66,14 @@ struct PrefillLayout {
   static constexpr int kQueryBytes = kQueryRows * head_dim * 2;
   static constexpr int kKeyBytes = kKeys * head_dim * 2;
   static constexpr int kValueBytes = kKeys * value_head_dim * 2;
-  static constexpr int kQueryStages = kIsWide ? 1 : 2;
+  // Beside wide heads there is room for the rows of one query tile. A split block has only one, but
+  // a second place all the same, for the word that none is left: the warps that wait for it end
+  // before the cluster's barrier, which waits for every warp that has not.
+  static constexpr int kQueryBuffers = kIsWide ? 1 : 2;
+  static constexpr int kQueryStages = is_split ? 2 : kQueryBuffers;
   static constexpr int kKeyStages = 2;
   static constexpr int kValueStages = 3;
-  static constexpr int kKeysAt = kQueryStages * kQueryBytes;
+  static constexpr int kKeysAt = kQueryBuffers * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
   static constexpr int kNumBarriers = 6 + 2 * kKeyStages + 2 * kValueStages;
   static constexpr int kBarriersAt = kValuesAt + kValueStages * kValueBytes;

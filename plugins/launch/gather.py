@@ -21,8 +21,8 @@ from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
 GATHERS_UNASKED: Final = False
 """Whether the planner may gather where `--attention-plan gather` does not say so. False, because
-the path has not run on a GPU: set it when `tests/gpu/test_prefill_gather.py` has passed on one,
-with a new ABI_VERSION, since every engine with an 8-bit pool then gets the workspace."""
+nobody has measured its speed: set it when `tests/gpu/bench_gather.py` has, with a new ABI_VERSION,
+since every engine with an 8-bit pool then gets the workspace."""
 MOST_GATHERED_BYTES: Final = 256 * 2**20
 """Workspace that a step may take for gathered pages; beyond, it attends from the pool."""
 FEWEST_ROWS: Final = 512

@@ -21,6 +21,9 @@ from paged_trt.scripts.gpu_host.kit import ROOT
 
 END_SECONDS: Final = 12
 """How long pytest may take to write its report when it is interrupted."""
+TEST_SECONDS: Final = 120.0
+"""After so long a test's process ends: a kernel that never does would else hold up all the others,
+and no signal reaches a process that waits for it. The slowest test takes a third of this."""
 _MESSAGE_CHARACTERS: Final = 1500
 OUTCOMES: Final = ("passed", "failed", "skipped")
 
@@ -57,7 +60,7 @@ def main(
         # One worker too: where it crashes, the others' results and the test's name are kept.
         options += ["-n", str(parallel)]
         options += [f"--junitxml={report}", f"--gpu-matrix={matrix}", "--durations=12"]
-        code = _run_pytest([*options, *words])
+        code = run_pytest([*options, *words])
         compared = json.loads(matrix.read_text(encoding="utf-8")) if matrix.exists() else []
     rows = rows_of(report, name, code) or [_nothing(name, code)]
     write_text(kept / f"{name}.json", json.dumps({"tests": rows, "matrix": compared}))
@@ -76,9 +79,16 @@ def main(
     sys.exit(1 if code else 0)
 
 
-def _run_pytest(words: Sequence[str]) -> int:
-    """Exit code of pytest; an interrupt of this process is passed on once."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
+def run_pytest(words: Sequence[str], *, test_seconds: float = TEST_SECONDS) -> int:
+    """Exit code of pytest; an interrupt of this process is passed on once.
+
+    Args:
+        words: for pytest.
+        test_seconds: after so long a test has failed, and pytest-xdist begins another process.
+    """
+    limit = {"faulthandler_timeout": test_seconds, "faulthandler_exit_on_timeout": True}
+    options = [word for name, value in limit.items() for word in ("-o", f"{name}={value}")]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *words]
     with subprocess.Popen(command, cwd=ROOT) as process:  # noqa: S603 - our own words
         try:
             return process.wait()

@@ -59,6 +59,7 @@ KEYS = [
     key(PLAIN, BF16, 128, 8, has_window=True, has_softcap=True),
     key(PLAIN, BF16, 64, 1, has_window=True),
     key(PLAIN, BF16, 256, 4, has_window=True),
+    key(SPLIT, BF16, 256, 4),
     # From pages that were gathered out of 8-bit pools: with the scales of those.
     key(PLAIN, BF16, 128, 4, DType.FLOAT8),
     key(SPLIT, FP16, 128, 8, DType.INT8, has_window=True, has_softcap=True),
@@ -108,6 +109,30 @@ def test_kernels_stay_in_registers(kernel: KernelKey) -> None:
     assert f"Used {REGISTERS} registers" in log
     # C7508: setmaxnreg is ignored; C7510 to C7513: products wait for each other.
     assert not re.findall(r"\(C75(?:08|1\d)\)", log), log
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("path", [PLAIN, SPLIT], ids=lambda path: path.value)
+def test_the_end_of_a_split_tile_has_a_place_beside_it(path: KernelPath, head_dim: int) -> None:
+    """The warps that wait for the next tile must not wait for this one's place.
+
+    Its place is free after the cluster has merged it, and the cluster's barrier waits for every
+    warp that has not ended: with one place for both, no split step of 256 columns ever ended.
+    """
+    build = prefill_sm90_build(key(path, BF16, head_dim, 4))
+    layout = build.name_expression.replace("prefill_sm90<", "PrefillLayout<")
+    places = 2 if path is SPLIT or head_dim <= 128 else 1
+    source = (
+        f'#include "prefill_sm90_layout.cuh"\nusing Layout = {layout};\n'
+        f'static_assert(Layout::kQueryStages == {places}, "places");\n'
+    )
+    options = core.ProgramOptions(
+        arch=ARCH,
+        std="c++17",
+        include_path=[str(KERNEL_DIRECTORY), pathfinder.find_nvidia_header_directory("cudart")],
+    )
+    code = core.Program(source, "c++", options).compile("cubin")
+    assert bytes(code.code).startswith(b"\x7fELF")
 
 
 def test_the_products_and_copies_are_hoppers(tmp_path: Path) -> None:

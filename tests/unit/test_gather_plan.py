@@ -78,7 +78,7 @@ def tuned(request: AttentionPlanRequest, text: str) -> TunedPlans:
 
 
 def test_nothing_gathers_until_a_gpu_has_shown_that_it_is_right() -> None:
-    """Whoever changes this has run `tests/gpu/test_prefill_gather.py` on one."""
+    """Whoever changes this has run `test_prefill_gather.py` and `bench_gather.py` on one."""
     assert gather.GATHERS_UNASKED is False
     found, plan = planned(AUTO, request_of())
     assert (plan.kernel, plan.gathers, found.source) == ("portable", False, PlanSource.HEURISTIC)

@@ -246,6 +246,22 @@ def test_runs_of_tests_are_gathered_in_one_file(tmp_path: Path) -> None:
     assert rows[0]["passed"] + rows[0]["skipped"] == 1
 
 
+def test_a_test_that_hangs_fails_alone(tmp_path: Path) -> None:
+    """As one does that waits for a kernel that never ends."""
+    report, file = tmp_path / "report.xml", tmp_path / "test_hang.py"
+    file.write_text(
+        "import threading\n"
+        "def test_hangs():\n    threading.Event().wait()\n"
+        "def test_passes():\n    pass\n"
+    )
+    words = ["-n", "1", f"--junitxml={report}", str(file)]
+    assert device_tests.run_pytest(words, test_seconds=4.0) == 1
+    (row,) = (row for row in device_tests.rows_of(report, "run", 1) if row["passed"])
+    assert (row["passed"], row["failed"]) == (1, 1)
+    assert "test_hangs" in row["failures"][0]["id"]
+    assert "crashed" in row["failures"][0]["text"]
+
+
 def test_tests_that_measure_free_memory_run_alone() -> None:
     measuring, marked = set(), set()
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
