@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from paged_trt.plugins.files import write_text
+from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
@@ -78,8 +79,10 @@ def main(
 
 def _run_pytest(words: Sequence[str]) -> int:
     """Exit code of pytest; an interrupt of this process is passed on once."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
-    with subprocess.Popen(command, cwd=ROOT) as process:  # noqa: S603 - our own words
+    command = [*pytest_command.COMMAND, "-v", *words]
+    with subprocess.Popen(  # noqa: S603 - our own words
+        command, cwd=ROOT, env=pytest_command.environment()
+    ) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
