@@ -134,7 +134,7 @@ def _serving(settings: Settings) -> Iterator[Step]:
             *("--requests", str(sizes.requests), "--shared-prefix", str(sizes.shared_prefix)),
             *("-o", settings.results("serve")),
         ),
-        limit_s=260,
+        limit_s=180,
         needs=engine,
     )
 
