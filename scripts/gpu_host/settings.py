@@ -60,7 +60,7 @@ ON_A_GPU: Final = Sizes(
     serving_input_len=2048,
     serving_capacity=3072,
     host_steps=200,
-    # Beside 75 s for 42 decode buckets, 10 s and 29 s: a rate of 2 takes 113 s more.
+    # 10 s and 29 s, beside some 75 s of `warm_up`; a rate of 2 would take 113 s more.
     rates=(32, 8),
     requests=200,
     shared_prefix=256,
