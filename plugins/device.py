@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,21 @@ class Device:
             yield
         finally:
             check(self.driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    @contextlib.contextmanager
+    def current_to_the_end(self) -> Iterator[None]:
+        """As `current`, also while objects go that an error leaves in the functions it passed.
+
+        TensorRT calls CUDA's runtime. In a thread where no context is current, that makes the
+        device's own one current, and the caller's thread would keep it.
+        """
+        with self.current():
+            try:
+                yield
+            except BaseException as error:
+                # Otherwise they go when the error does.
+                traceback.clear_frames(error.__traceback__)
+                raise
 
     def free_bytes(self) -> int:
         """Free memory of the current device."""
@@ -261,6 +277,8 @@ def load_function(code: bytes, name: str, *, shared_bytes: int, driver: Any = No
     try:
         loaded = check(module.cuModuleLoadData(code), "cuModuleLoadData")
         function = check(module.cuModuleGetFunction(loaded, name.encode()), "cuModuleGetFunction")
+        # By default the driver loads the code at the first launch: in a step, from its memory.
+        check(module.cuFuncLoad(function), "cuFuncLoad")
         # Static shared memory of the kernel counts too: near the default limit the sum passes it.
         if shared_bytes:
             limit = module.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -29,6 +29,7 @@ _LOG: Final = logging.getLogger("paged_trt.tensorrt")
 # A program that configures no logging hears of warnings in error messages only.
 _LOG.addHandler(logging.NullHandler())
 _LAST_LINES: Final = 40
+_LOGGERS: Final[list[Any]] = []
 _DTYPE_NAMES: Final = {
     DType.FLOAT32: "FLOAT",
     DType.FLOAT16: "HALF",
@@ -142,8 +143,14 @@ class LogLines:
 
 
 def logger(lines: LogLines) -> Any:
-    """A TensorRT logger that adds to `lines`; it must outlive the objects made with it."""
-    return _logger_class()(lines)
+    """A TensorRT logger that adds to `lines`.
+
+    TensorRT goes on with the first logger of a process as long as any of its objects is there,
+    also of another engine: loggers stay.
+    """
+    made = _logger_class()(lines)
+    _LOGGERS.append(made)
+    return made
 
 
 @functools.cache

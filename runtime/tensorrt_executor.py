@@ -15,7 +15,6 @@ import numpy.typing as npt
 from paged_trt.plugins.callback_errors import CALLBACK_ERRORS
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError
-from paged_trt.plugins.kv import UNUSED_PAGE_ENTRY, power_of_two_buckets, table_width_buckets
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensorrt_messages import tensorrt_error
 from paged_trt.plugins.tensors import EngineSpec, pool_output_name
@@ -39,8 +38,10 @@ from paged_trt.runtime.pool import (
     layer_pools,
     poison_pages,
 )
+from paged_trt.runtime.requests import GREEDY
 from paged_trt.runtime.sampler import Sampling
 from paged_trt.runtime.step_sampling import Sampled, StepSampler, TokenTaker, sampled_on_host
+from paged_trt.runtime.warm_steps import decode_steps, prefill_steps
 
 CONTEXT_PROFILE: Final = 0
 """Profile of prefill and mixed steps."""
@@ -414,25 +415,35 @@ class TensorRtExecutor:
     def warm_up(self) -> None:
         """Make what steps make when they are first needed: contexts, their kernels and graphs.
 
-        One step of padding for prefill and for each (N, M) bucket of decode. A server calls it
-        before its first request: then no request waits for a compiler, and memory that runs out
-        runs out now.
+        Steps of padding: prefill of every size, and each (N, M) bucket of decode twice, eagerly
+        and then from its graph, which takes device memory when it is launched first, with the
+        kernels around it that choose tokens. A server calls it before its first request: then no
+        request waits for a compiler, and memory that runs out runs out now.
 
         Raises:
             ExecutionError: as `step`.
         """
-        pool = self._spec.pool
         # Kernels are kept as a whole: once for all contexts, not once for each.
         self._is_warming = True
         try:
-            self.step(_padding_step(num_tokens=2, num_seqs=1, width=1))
-            for num_seqs in power_of_two_buckets(pool.max_batch_size):
-                for width in table_width_buckets(pool):
-                    self.step(_padding_step(num_tokens=num_seqs, num_seqs=num_seqs, width=width))
+            for inputs in prefill_steps(self._spec):
+                self.step(inputs)
+            for inputs in decode_steps(self._spec):
+                self.step(inputs)
+            for inputs in decode_steps(self._spec, takes_tokens=self._taker is not None):
+                self._choose_once(inputs)
         finally:
             self._is_warming = False
         with self._alone():
             self._keep_new_kernels()
+
+    def _choose_once(self, inputs: StepInputs) -> None:
+        """Run a decode step with all kernels that may stand around it."""
+        if self._sampler is None:
+            self.step(inputs)
+            return
+        count = len(inputs.past_lens)
+        self.step_sampled(inputs, range(count), [GREEDY] * count, [0] * count, with_logprobs=True)
 
     @property
     def kv_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
@@ -525,10 +536,16 @@ class TensorRtExecutor:
             work()
 
     def _drop_engine(self) -> None:
-        """Contexts before their engine, and both before the memory that they point to."""
+        """Contexts before their engine, and both before the memory that they point to.
+
+        Nothing of TensorRT is left: it calls CUDA's runtime, which in a thread without a current
+        context would make one current.
+        """
         self._generation.clear()
         del self._context_profile
         self._engine = None
+        del self._make_context, self._keep_compiled
+        self._keep = None
 
     def _launch(self, inputs: StepInputs, step: StepShape) -> None:
         self._buffers.upload(inputs, self._stream)
@@ -609,14 +626,3 @@ class TensorRtExecutor:
 def _shape(inputs: StepInputs) -> StepShape:
     num_seqs, width = inputs.page_table.shape
     return StepShape(num_tokens=len(inputs.input_ids), num_seqs=num_seqs, table_width=width)
-
-
-def _padding_step(*, num_tokens: int, num_seqs: int, width: int) -> StepInputs:
-    """A step without a token of any sequence: it writes no page and its logits mean nothing."""
-    return StepInputs(
-        input_ids=np.zeros(num_tokens, np.int64),
-        position_ids=np.zeros(num_tokens, np.int64),
-        page_table=np.full((num_seqs, width), UNUSED_PAGE_ENTRY, np.int32),
-        query_start_offsets=np.zeros(num_seqs + 1, np.int32),
-        past_lens=np.zeros(num_seqs, np.int32),
-    )

@@ -104,20 +104,41 @@ def open_engine(
     """
     arch = check_runnable(manifest.build, ordinal)
     device = kept_device(ordinal)
+    with device.current_to_the_end():
+        _check_memory(device, manifest.spec, plan_bytes=manifest.files[PLAN_FILE].size)
+        return _open(
+            folder,
+            manifest,
+            device,
+            arch=arch,
+            kv_scales=kv_scales,
+            uses_graphs=uses_graphs,
+            pipelines=pipelines,
+        )
+
+
+def _open(
+    folder: Path,
+    manifest: EngineManifest,
+    device: Device,
+    *,
+    arch: str,
+    kv_scales: Mapping[str, npt.NDArray[np.float32]],
+    uses_graphs: bool,
+    pipelines: bool,
+) -> TensorRtExecutor:
     spec = manifest.spec
-    with device.current():
-        _check_memory(device, spec, plan_bytes=manifest.files[PLAN_FILE].size)
-        warm_kernels(spec, arch)
-        sampling_kernel = load_sampling_kernel(spec, arch)
-        token_kernel = KERNELS.load(TAKE_TOKENS, arch) if pipelines else None
-        lines = trt.LogLines()
-        # Hashed again: another process may have replaced the file since it was checked.
-        plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
-        engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
-        del plan
-        check_engine_table(spec, table_from_engine(engine))
-        key = (manifest.files[PLAN_FILE].sha256, trt.flavor(), trt.version(), arch)
-        cache = JitCache(engine, key)
+    warm_kernels(spec, arch)
+    sampling_kernel = load_sampling_kernel(spec, arch)
+    token_kernel = load_token_kernel(spec, arch) if pipelines else None
+    lines = trt.LogLines()
+    # Hashed again: another process may have replaced the file since it was checked.
+    plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
+    engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
+    del plan
+    check_engine_table(spec, table_from_engine(engine))
+    key = (manifest.files[PLAN_FILE].sha256, trt.flavor(), trt.version(), arch)
+    cache = JitCache(engine, key)
     is_rtx_on_hopper = arch == _HOPPER and trt.flavor() == "tensorrt_rtx"
     return TensorRtExecutor(
         engine,
@@ -147,15 +168,18 @@ def describe_plan(folder: Path, manifest: EngineManifest, *, ordinal: int = 0) -
         PagedTrtError: as `open_engine`; no pool is allocated.
     """
     check_runnable(manifest.build, ordinal)
-    with kept_device(ordinal).current():
-        lines = trt.LogLines()
-        plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
-        engine, keep = _deserialize(plan, folder / PLAN_FILE, lines)
-        check_engine_table(manifest.spec, table_from_engine(engine))
-        found = engine_information(engine)
-        # The engine goes before what made it.
-        del engine
-        del keep
+    with kept_device(ordinal).current_to_the_end():
+        return _describe(folder, manifest)
+
+
+def _describe(folder: Path, manifest: EngineManifest) -> dict[str, Any]:
+    plan = read_checked(folder, PLAN_FILE, manifest.files[PLAN_FILE])
+    engine, keep = _deserialize(plan, folder / PLAN_FILE, trt.LogLines())
+    check_engine_table(manifest.spec, table_from_engine(engine))
+    found = engine_information(engine)
+    # The engine goes before what made it.
+    del engine
+    del keep
     return found
 
 
@@ -170,6 +194,20 @@ def load_sampling_kernel(spec: EngineSpec, arch: str) -> Any:
         return None
     build = sample_build(spec.logits_dtype, DType.INT64, vocab_size=spec.vocab_size)
     return KERNELS.load(build, arch)
+
+
+def load_token_kernel(spec: EngineSpec, arch: str) -> Any:
+    """The kernel that takes tokens of the step before, in the current context.
+
+    None where the tokens of an engine are chosen on the host.
+
+    Raises:
+        UnsupportedError: no compiler is installed.
+        KernelError: it did not compile or load.
+    """
+    if not spec.greedy_in_engine and not samples_on_device(spec):
+        return None
+    return KERNELS.load(TAKE_TOKENS, arch)
 
 
 def warm_kernels(spec: EngineSpec, arch: str) -> None:
@@ -251,8 +289,7 @@ def _deserialize(plan: bytes, path: Path, lines: trt.LogLines) -> tuple[Any, obj
     from paged_trt.plugins import creator
 
     creator.register()
-    logger = trt.logger(lines)
-    runtime = api.Runtime(logger)
+    runtime = api.Runtime(trt.logger(lines))
     # A plan may carry host code; ours never does.
     runtime.engine_host_code_allowed = False
     CALLBACK_ERRORS.clear()
@@ -263,4 +300,4 @@ def _deserialize(plan: bytes, path: Path, lines: trt.LogLines) -> tuple[Any, obj
     if engine is None:
         problem = f"{trt.flavor()} {trt.version()} does not load {path} on this device"
         raise tensorrt_error(UnsupportedError, problem, log=lines.tail())
-    return engine, (runtime, logger)
+    return engine, runtime

@@ -250,6 +250,9 @@ class FakeDriver:
     def _cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
         return SUCCESS, Function(name.decode())
 
+    def _cuFuncLoad(self, function: Function) -> tuple[Any, ...]:
+        return (SUCCESS,)
+
     def _cuFuncSetAttribute(self, function: Function, which: int, value: int) -> tuple[Any, ...]:
         return (SUCCESS,)
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from paged_trt.plugins.files import write_text
+from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
@@ -88,8 +89,10 @@ def run_pytest(words: Sequence[str], *, test_seconds: float = TEST_SECONDS) -> i
     """
     limit = {"faulthandler_timeout": test_seconds, "faulthandler_exit_on_timeout": True}
     options = [word for name, value in limit.items() for word in ("-o", f"{name}={value}")]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options, *words]
-    with subprocess.Popen(command, cwd=ROOT) as process:  # noqa: S603 - our own words
+    command = [*pytest_command.COMMAND, "-v", *options, *words]
+    with subprocess.Popen(  # noqa: S603 - our own words
+        command, cwd=ROOT, env=pytest_command.environment()
+    ) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:

@@ -19,6 +19,7 @@ KERNEL_TESTS: Final = (
     "tests/gpu/test_prefill_sm90.py",
     "tests/gpu/test_prefill.py",
     "tests/gpu/test_prefill_reference.py",
+    "tests/gpu/test_prefill_gather.py",
 )
 ALONE: Final = "alone"
 """Marks tests beside which no other may use the device: they measure its free memory."""
@@ -38,8 +39,8 @@ def _tests(settings: Settings) -> Iterator[Step]:
         )
 
     yield step(ALONE, 90, "tests/gpu", "-m", f"gpu and {ALONE}", parallel="1")
-    yield step("engines", 200, "tests/gpu", "-m", f"gpu and not {ALONE}", *kernels)
-    yield step("kernels", 260, *KERNEL_TESTS)
+    yield step("engines", 330, "tests/gpu", "-m", f"gpu and not {ALONE}", *kernels)
+    yield step("kernels", 300, *KERNEL_TESTS)
 
 
 def _model(settings: Settings) -> Iterator[Step]:
@@ -133,7 +134,7 @@ def _serving(settings: Settings) -> Iterator[Step]:
             *("--requests", str(sizes.requests), "--shared-prefix", str(sizes.shared_prefix)),
             *("-o", settings.results("serve")),
         ),
-        limit_s=260,
+        limit_s=180,
         needs=engine,
     )
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import click
 
+from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
@@ -207,12 +208,12 @@ def sanitized(
         words = [
             *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
             *("--report-api-errors", "no", "--log-file", f"{folder}/%p.log"),
-            *(sys.executable, "-m", "pytest", "--require-gpu", "-q", "-p", "no:cacheprovider"),
-            *(f"--junitxml={report}", *tests),
+            *(*pytest_command.COMMAND, "--require-gpu", "-q", f"--junitxml={report}", *tests),
         ]
         process = subprocess.Popen(  # noqa: S603 - our own words
             words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, start_new_session=True,
+            env={**pytest_command.environment(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            start_new_session=True,
         )  # fmt: skip
         started.append(process)
         try:

@@ -112,8 +112,8 @@ def a_device(*, warm: bool = False, arch: str = "sm_80") -> Iterator[None]:
         stack.enter_context(patch(tensorrt_loader.cuda, "device_arch", lambda *_: arch))
         stack.enter_context(patch(tensorrt_loader, "kept_device", lambda _: device))
         if not warm:
-            stack.enter_context(patch(tensorrt_loader, "warm_kernels"))
-            stack.enter_context(patch(tensorrt_loader, "load_sampling_kernel"))
+            for name in ("warm_kernels", "load_sampling_kernel", "load_token_kernel"):
+                stack.enter_context(patch(tensorrt_loader, name))
         yield
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gpu.engines import NEW_TOKENS, ToyEngine, check_agrees, generate, prompts, same_bits
 
 from paged_trt.plugins import cuda
+from paged_trt.plugins.cuda import check
 from paged_trt.plugins.device import Stream, context_id, kept_device
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
 from paged_trt.plugins.launch.compiler import CACHE_VARIABLE
 from paged_trt.plugins.launch.layer import LayerLauncher
+from paged_trt.runtime import tensorrt_loader
+from paged_trt.runtime.core import EngineCore
 from paged_trt.runtime.engine import load_engine, open_plan
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
@@ -96,12 +102,51 @@ def test_a_pool_that_does_not_fit_is_named_and_leaves_nothing() -> None:
     assert before - free_bytes() < MIB
 
 
-def test_the_callers_context_stays_current() -> None:
-    before = context_id()
-    executor = open_plan(TOY.folder)
+def contexts_seen(folder: Path, *, has_own: bool) -> dict[str, int]:
+    """The current context of this thread around all that an executor does."""
+    driver = cuda.driver()
+    ordinal = check(driver.cuDeviceGet(0), "cuDeviceGet")
+    own = check(driver.cuCtxCreate(None, 0, ordinal), "cuCtxCreate") if has_own else None
+    seen = {"before": context_id()}
+    executor = open_plan(folder)
+    seen["open"] = context_id()
+    executor.warm_up()
+    seen["warm_up"] = context_id()
     generate(executor, prompts())
+    seen["step"] = context_id()
+    Session(EngineCore(executor, pipelines=True)).generate(prompts(), NEW_TOKENS)
+    seen["launch"] = context_id()
     executor.close()
-    assert context_id() == before
+    seen["close"] = context_id()
+    del executor
+    gc.collect()
+    seen["gone"] = context_id()
+    with pytest.raises(ExecutionError, match="made to fail"):
+        open_plan(folder)
+    gc.collect()
+    seen["refused"] = context_id()
+    if own is not None:
+        check(driver.cuCtxDestroy(own), "cuCtxDestroy")
+    return seen
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["none", "own"])
+def test_the_callers_context_is_as_before(has_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread of its own, where no context is current, or one that is not the device's."""
+    # TensorRT's builder makes a context current in the thread that builds.
+    folder = TOY.folder
+    results = itertools.chain([None], itertools.repeat(ExecutionError("made to fail")))
+
+    def check_table(*_: object) -> None:
+        error = next(results)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(tensorrt_loader, "check_engine_table", check_table)
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(contexts_seen, folder, has_own=has_own).result()
+    assert bool(seen["before"]) == has_own
+    assert seen == dict.fromkeys(seen, seen["before"])
 
 
 def test_two_executors_run_side_by_side() -> None:
@@ -234,6 +279,8 @@ def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_noth
         executor.warm_up()
         warm, free = executor.stats(), free_bytes()
         expected = generate(executor, prompts())
+        # Tokens that the device draws, in steps that overlap.
+        Session(executor).generate(prompts(), NEW_TOKENS)
         after = executor.stats()
         assert (after.contexts, after.graph_captures) == (warm.contexts, warm.graph_captures)
         assert free - free_bytes() < MIB

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paged_trt.plugins import cuda
+from paged_trt.plugins.manifest import network_name, read_manifest
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 
@@ -34,6 +35,8 @@ def test_what_tensorrt_says_of_the_engine(tmp_path: Path) -> None:
     }
     found = data["tensorrt_engine"]
     assert found["num_profiles"] == 2
-    assert found["name"].startswith("paged-trt/1 pages=4 ")
+    spec = read_manifest(engine).spec
+    assert spec.pool.num_pages == 4
+    assert found["name"] == network_name(spec)
     assert found["num_layers"] > 0
     assert found["device_memory_bytes"] > 0

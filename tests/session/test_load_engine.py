@@ -137,7 +137,7 @@ def test_the_plan_that_is_deserialized_is_the_one_that_was_hashed(
 
     monkeypatch.setattr(tensorrt_loader, "check_runnable", check_runnable)
     monkeypatch.setattr(tensorrt_loader, "kept_device", lambda _: Device(driver=FakeDriver()))
-    for name in ("warm_kernels", "load_sampling_kernel"):
+    for name in ("warm_kernels", "load_sampling_kernel", "load_token_kernel"):
         monkeypatch.setattr(tensorrt_loader, name, lambda spec, arch: None)
     monkeypatch.setattr(tensorrt_loader, "_deserialize", lambda *_: pytest.fail("interpreted"))
     with pytest.raises(ManifestError, match=r"model.plan: the manifest says sha256"):

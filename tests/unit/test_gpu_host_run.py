@@ -262,6 +262,30 @@ def test_a_test_that_hangs_fails_alone(tmp_path: Path) -> None:
     assert "crashed" in row["failures"][0]["text"]
 
 
+def test_plugins_of_the_host_cannot_spoil_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that warns, as pytest-benchmark does beside pytest-xdist."""
+    info = tmp_path / "host" / "spoiler-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spoiler\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nspoiler = spoiler\n")
+    (info.parent / "spoiler.py").write_text(
+        "import warnings\n\ndef pytest_configure(config):\n    warnings.warn('spoilt')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{info.parent}{os.pathsep}{ROOT / '.typing'}")
+    test = "tests/unit/test_gpu_host_run.py::test_a_report_becomes_a_row_per_file"
+    plain = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", test]
+    spoilt = subprocess.run(plain, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "spoilt" in spoilt.stdout + spoilt.stderr
+    assert spoilt.returncode != 0
+    options = ["-o", str(tmp_path), "--no-gpu", "--commit", "abc", "--name", "one"]
+    done = CliRunner().invoke(device_tests.main, [*options, "--", test])
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("gpu-tests-nvidia-test-1-*.json")
+    assert [(row["passed"], row["failed"]) for row in read_results(path).rows] == [(1, 0)]
+
+
 def test_tests_that_measure_free_memory_run_alone() -> None:
     measuring, marked = set(), set()
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):

@@ -17,6 +17,7 @@ from unit.test_step_sampling import run_twin
 
 from paged_trt.plugins.device import Device, Stream
 from paged_trt.plugins.errors import ExecutionError, UnsupportedError
+from paged_trt.plugins.kv import power_of_two_buckets
 from paged_trt.plugins.launch.args import SampleArgs, TakeTokensArgs
 from paged_trt.plugins.operands import StepShape
 from paged_trt.plugins.tensors import EngineSpec, LogitsMode
@@ -169,6 +170,16 @@ def test_a_steady_step_costs_no_wait_for_its_own_tokens(
     assert after.allocations == before.allocations
     assert after.steps == before.steps + 1
     core.close()
+
+
+def test_a_warm_up_runs_every_kernel_and_size(open_fake: Open, driver: FakeDriver) -> None:
+    """What is launched for the first time in service may take memory there."""
+    spec = make_spec()
+    executor, engine = open_fake(spec)
+    executor.warm_up()
+    assert {each.name for each in driver.launches} == {"sample", "take_tokens"}
+    assert engine.contexts[0].executions == len(power_of_two_buckets(spec.max_token_rows)) - 1 > 3
+    executor.close()
 
 
 def step_of(ids: list[int], past: int) -> StepInputs:

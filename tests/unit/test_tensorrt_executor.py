@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from paged_trt.runtime.executor import StepInputs
 from paged_trt.runtime.pool import DeviceArena, layer_pools
 from paged_trt.runtime.session import Session
 from paged_trt.runtime.tensorrt_executor import TensorRtExecutor
+from paged_trt.runtime.warm_steps import padding_step
 
 Open = Callable[..., tuple[TensorRtExecutor, FakeEngine]]
 PROMPTS = [prompt_of(20), prompt_of(130), prompt_of(3)]
@@ -495,6 +497,8 @@ def test_a_warm_executor_makes_nothing_more_in_its_steps(open_fake: Open) -> Non
     executor.warm_up()
     warm = executor.stats()
     assert warm.graph_captures == warm.contexts - 1 > 3
+    # A graph takes device memory when it is launched first.
+    assert warm.graph_replays == warm.graph_captures
     # Once for all contexts, and not before they ran: then there is something to keep.
     assert kept == [warm.contexts]
     with Session(executor) as session:
@@ -503,6 +507,49 @@ def test_a_warm_executor_makes_nothing_more_in_its_steps(open_fake: Open) -> Non
     assert stats.graph_replays > 3
     assert (stats.contexts, stats.graph_captures) == (warm.contexts, warm.graph_captures)
     assert kept == [warm.contexts]
+
+
+class Noted:
+    """Notes whether a device is current when it goes."""
+
+    def __init__(self, driver: FakeDriver, seen: list[bool]) -> None:
+        weakref.finalize(self, lambda: seen.append(driver.pushed > 0))
+
+    def __call__(self, *given: Any) -> Any:
+        return given[0].create_execution_context() if given else None
+
+
+def test_nothing_of_tensorrt_is_left_for_a_thread_without_a_context(
+    open_fake: Open, driver: FakeDriver
+) -> None:
+    """Destructors of TensorRT call CUDA's runtime, which makes a context current."""
+    seen: list[bool] = []
+    executor, _ = open_fake(
+        **{name: Noted(driver, seen) for name in ("keep", "make_context", "keep_compiled")}
+    )
+    executor.step(padding_step(num_tokens=1, num_seqs=1, width=1))
+    assert seen == []
+    executor.close()
+    assert seen == [True] * 3
+    assert driver.pushed == 0
+
+
+def test_what_an_error_leaves_goes_while_the_device_is_current(driver: FakeDriver) -> None:
+    seen: list[bool] = []
+
+    def fail() -> None:
+        noted = Noted(driver, seen)
+        raise ExecutionError(f"made to fail with {noted}")
+
+    device = Device(driver=driver)
+    with (
+        pytest.raises(ExecutionError, match="made to fail") as raised,
+        device.current_to_the_end(),
+    ):
+        fail()
+    assert seen == [True]
+    assert raised.value.__traceback__ is not None
+    assert driver.pushed == 0
 
 
 def test_kernels_are_kept_after_the_first_step_of_each_context(open_fake: Open) -> None:
