@@ -19,7 +19,7 @@ from paged_trt.plugins.errors import (
 )
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB
 from paged_trt.runtime.batch import Batch, PageCopies
-from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
+from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.fair_lock import FairLock
 from paged_trt.runtime.planning import StepPlanner, named_error
 from paged_trt.runtime.requests import GREEDY, SamplingSpec
@@ -69,8 +69,8 @@ class EngineCore:
             that nobody owns; it costs time.
         pipelines: hand a decode step over before the tokens of the step before it are known. The
             results do not depend on it. A sequence that ends by an end token is in one step more,
-            whose token for it is thrown away. It gains time only where an executor has a
-            `launcher` of its own.
+            whose token for it is thrown away. Left out: where the executor has a `launcher` of
+            its own, since it gains no time elsewhere.
 
     Raises:
         KvPoolError: `page_order` is no permutation of the pool's pages.
@@ -86,7 +86,7 @@ class EngineCore:
         reuses_prefixes: bool = True,
         max_waiting: int | None = None,
         poisons_freed: bool = False,
-        pipelines: bool = PIPELINES_BY_DEFAULT,
+        pipelines: bool | None = None,
     ) -> None:
         spec = executor.spec
         self.executor = executor

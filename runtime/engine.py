@@ -47,7 +47,7 @@ def load_engine(
             takes the first that can run; a fall back to the reference is one of the
             executor's notes.
         device: number of the CUDA device that runs the plan.
-        pipelines: load what `EngineCore(pipelines=True)` needs to overlap steps on a GPU.
+        pipelines: load what decode steps need to overlap on a GPU; `EngineCore` makes use of it.
 
     Raises:
         ConfigError: there is no executor of that name.

@@ -39,8 +39,8 @@ class StepInputs:
     past_lens: npt.NDArray[np.int32]
 
 
-PIPELINES_BY_DEFAULT: Final = False
-"""Whether steps overlap where nobody says so. It waits for a run on a GPU."""
+PIPELINES_BY_DEFAULT: Final = True
+"""Whether an engine on a GPU is loaded with what steps need to overlap, where nobody says so."""
 Choices = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 """Tokens of sequence rows, an id outside the vocabulary where a row has no largest logit, and
 their logprobs."""

@@ -124,7 +124,7 @@ class StepRunner:
         executor: runs the model.
         batch: rows and pages of the sequences.
         bucketed_shapes: pad N and M to the bucket lists.
-        pipelines: launch steps where that can be done.
+        pipelines: launch steps where that can be done; None where the executor has a launcher.
     """
 
     def __init__(
@@ -133,11 +133,12 @@ class StepRunner:
         batch: Batch,
         *,
         bucketed_shapes: bool,
-        pipelines: bool = False,
+        pipelines: bool | None = None,
     ) -> None:
         self._executor, self._spec = executor, executor.spec
-        self._pipelines = pipelines
-        self._launcher: StepLauncher = getattr(executor, "launcher", None) or LateTokens(executor)
+        own: StepLauncher | None = getattr(executor, "launcher", None)
+        self._pipelines = own is not None if pipelines is None else pipelines
+        self._launcher: StepLauncher = own or LateTokens(executor)
         self._batch = batch
         self._builder = StepBuilder(executor.spec, bucketed=bucketed_shapes)
         self._judged: tuple[StepPlan | None, bool] = (None, False)

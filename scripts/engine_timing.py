@@ -102,7 +102,9 @@ def time_steps(
         num_steps: decode steps that count.
         device: CUDA device of the plan.
     """
-    timed = TimedExecutor(load_engine(engine_dir, executor, device=device))
+    # Each step to its end: what a step costs is asked.
+    opened = load_engine(engine_dir, executor, device=device, pipelines=False)
+    timed = TimedExecutor(opened)
     prefills, session_times = [], []
     # The second round has the prompts of the first.
     with Session(timed, reuses_prefixes=False) as session:
@@ -181,7 +183,7 @@ def time_kernels(engine_dir: Path, cell: Cell, *, device: int) -> KernelTimes:
 def _replay(
     engine_dir: Path, cell: Cell, device: int, *, is_silent: bool
 ) -> tuple[Times, Times | None, tuple[str, ...]]:
-    executor = open_plan(engine_dir, device=device)
+    executor = open_plan(engine_dir, device=device, pipelines=False)
     with Session(_Tap(executor)) as session:
         inputs = _decode_inputs(session, cell)
         with _watched_launches(is_silent=is_silent) as launched:

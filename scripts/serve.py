@@ -39,7 +39,8 @@ _MODULES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
     "--pipeline/--no-pipeline",
     default=PIPELINES_BY_DEFAULT,
     show_default=True,
-    help="Hand a decode step over to the GPU before the tokens of the one before are read.",
+    help="Hand a decode step over to the GPU before the tokens of the one before are read; a CPU "
+    "runs one after the other.",
 )
 @click.option(
     "--max-waiting",
@@ -122,7 +123,6 @@ def command(
             model_name=name,
             max_waiting=max_waiting,
             template_seconds=template_seconds,
-            pipelines=pipeline,
         )
         app = make_app(
             service,

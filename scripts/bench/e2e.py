@@ -77,7 +77,7 @@ def command(
 def _decode_seconds(
     engine_dir: Path, executor: str, prompts: list[tuple[int, ...]], new_tokens: int
 ) -> list[float]:
-    timed = TimedExecutor(load_engine(engine_dir, executor))
+    timed = TimedExecutor(load_engine(engine_dir, executor, pipelines=False))
     with Session(timed, reuses_prefixes=False) as session:
         session.generate(prompts, new_tokens)
         timed.decode_seconds.clear()

@@ -105,7 +105,8 @@ def command(
     ]
     traffic = [make_traffic(each, _limits(manifest)) for each in options]
     engine = load_engine(engine_dir, executor, device=device)
-    common = {"executor": engine.name, **_engine(manifest)}
+    pipelined = getattr(engine, "launcher", None) is not None
+    common = {"executor": engine.name, "pipelined": pipelined, **_engine(manifest)}
     rows: list[dict[str, Any]] = []
     try:
         engine.warm_up()

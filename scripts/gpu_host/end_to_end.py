@@ -107,7 +107,9 @@ class Runner:
         """An executor of the plan."""
         if self.on_cpu:
             return load_engine(self.engine_dir, "reference")
-        return open_plan(self.engine_dir, device=self.device, uses_graphs=uses_graphs)
+        return open_plan(
+            self.engine_dir, device=self.device, uses_graphs=uses_graphs, pipelines=False
+        )
 
     def free_bytes(self) -> int:
         """Free memory of the device; 0 on a CPU."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from paged_trt.plugins.errors import ConfigError, QueueFullError, SequenceError
 from paged_trt.runtime.async_session import AsyncSession
 from paged_trt.runtime.core import EngineCore
-from paged_trt.runtime.executor import PIPELINES_BY_DEFAULT, Executor
+from paged_trt.runtime.executor import Executor
 from paged_trt.runtime.metrics import Metrics
 from paged_trt.runtime.requests import GenerationRequest, TokenEvent
 from paged_trt.runtime.sequences import check_prompt
@@ -83,7 +83,6 @@ class LocalService:
         model_name: name that requests give.
         max_waiting: requests that may wait for a step to take them; at least 1.
         template_seconds: time that the chat template may take for one conversation.
-        pipelines: as of EngineCore.
 
     Raises:
         ManifestError: a tokenizer file is not what it claims to be.
@@ -97,7 +96,6 @@ class LocalService:
         model_name: str,
         max_waiting: int = DEFAULT_MAX_WAITING,
         template_seconds: float = DEFAULT_SECONDS,
-        pipelines: bool = PIPELINES_BY_DEFAULT,
     ) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
@@ -105,7 +103,7 @@ class LocalService:
         self._template = (
             None if template is None else TemplateProcess(template, seconds=template_seconds)
         )
-        self._core = EngineCore(executor, max_waiting=max_waiting, pipelines=pipelines)
+        self._core = EngineCore(executor, max_waiting=max_waiting)
         self._metrics = Metrics(self._core)
         self.session = AsyncSession(
             self._core, eos_token_ids=tokenizer.eos_token_ids, observer=self._metrics

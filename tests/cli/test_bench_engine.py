@@ -145,7 +145,9 @@ class Host:
         self.opened = 0
         self.is_capturable = True
 
-    def open(self, directory: Path, *, device: int) -> TensorRtExecutor:
+    def open(self, directory: Path, *, device: int, pipelines: bool) -> TensorRtExecutor:
+        # A launched step would not come by.
+        assert not pipelines
         self.opened += 1
         folder = self.folder / str(self.opened)
         folder.mkdir()

@@ -125,7 +125,7 @@ def test_pools_are_updated_where_they_are(seen: list[tuple[list[int], list[int]]
 
 
 def test_a_replay_runs_no_python_per_layer(seen: list[tuple[list[int], list[int]]]) -> None:
-    executor = open_plan(ToyEngine().folder)
+    executor = open_plan(ToyEngine().folder, pipelines=False)
     try:
         generate(executor, prompts())
         calls, replays = len(seen), executor.stats().graph_replays
@@ -169,9 +169,39 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDriver]:
     return driver
 
 
+PLAIN_STEP = {
+    "cuCtxPushCurrent": 1,
+    "cuMemcpyHtoDAsync": 1,
+    "cuGraphLaunch": 1,
+    # The sampling kernel: ids come back, and no logits.
+    "cuLaunchKernelEx": 1,
+    "cuMemcpyDtoHAsync": 1,
+    "cuStreamSynchronize": 1,
+    "cuCtxPopCurrent": 1,
+}
+OVERLAPPING_STEP = {
+    "cuCtxPushCurrent": 2,
+    "cuMemcpyHtoDAsync": 1,
+    "cuGraphLaunch": 1,
+    # And the kernel that takes over the tokens of the step before.
+    "cuLaunchKernelEx": 2,
+    "cuMemcpyDtoHAsync": 1,
+    "cuEventRecord": 1,
+    "cuEventSynchronize": 1,
+    "cuCtxPopCurrent": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "calls"),
+    [(False, PLAIN_STEP), (True, OVERLAPPING_STEP)],
+    ids=["plain", "overlapping"],
+)
 @pytest.mark.alone
-def test_a_steady_decode_step_is_two_copies_and_one_graph(counting: CountingDriver) -> None:
-    executor = open_plan(ToyEngine().folder)
+def test_a_steady_decode_step_is_two_copies_and_one_graph(
+    counting: CountingDriver, pipelines: bool, calls: dict[str, int]
+) -> None:
+    executor = open_plan(ToyEngine().folder, pipelines=pipelines)
     try:
         session = Session(executor)
         session.add(prompts()[1], 60)
@@ -184,16 +214,7 @@ def test_a_steady_decode_step_is_two_copies_and_one_graph(counting: CountingDriv
         for _ in range(20):
             session.step()
         after = executor.stats()
-        assert counting.calls == {
-            "cuCtxPushCurrent": 20,
-            "cuMemcpyHtoDAsync": 20,
-            "cuGraphLaunch": 20,
-            # The sampling kernel: ids come back, and no logits.
-            "cuLaunchKernelEx": 20,
-            "cuMemcpyDtoHAsync": 20,
-            "cuStreamSynchronize": 20,
-            "cuCtxPopCurrent": 20,
-        }
+        assert counting.calls == {name: 20 * count for name, count in calls.items()}
         assert after.allocations == before.allocations
         assert after.table_copies == before.table_copies
         with executor._device.current():

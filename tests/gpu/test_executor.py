@@ -299,7 +299,8 @@ def test_a_warm_executor_makes_nothing_in_service_and_the_next_one_compiles_noth
 
 @pytest.mark.parametrize("activation", [DType.FLOAT16, DType.BFLOAT16], ids=lambda each: each.value)
 def test_a_greedy_engine_chooses_what_the_runtime_chooses(activation: DType) -> None:
-    executor = open_plan(ToyEngine(activation=activation, greedy=True).folder)
+    # The same rows in the same steps: another batch size may round otherwise.
+    executor = open_plan(ToyEngine(activation=activation, greedy=True).folder, pipelines=False)
     try:
         with_logits = generate(executor, prompts())
         # Without `keep_logits` only the ids come back.

@@ -367,14 +367,25 @@ def test_host_work_is_done_while_a_step_runs() -> None:
     assert clients.launcher.calls == ["launch", "launch", "host", "collect"]
 
 
-def test_it_is_off_where_nobody_asks_for_it() -> None:
+@pytest.mark.parametrize(
+    ("has_launcher", "asked", "overlaps"),
+    [(True, {}, True), (True, {"pipelines": False}, False), (False, {}, False)],
+)
+def test_steps_overlap_where_the_executor_has_a_launcher(
+    has_launcher: bool, asked: dict[str, bool], overlaps: bool
+) -> None:
+    """One that computes at once gains nothing and would hold back its first token."""
     executor: Any = HistoryExecutor(make_spec())
-    executor.launcher = Watched(executor)
-    core = EngineCore(executor)
-    core.submit(np.asarray([1]), 2, deliver=lambda _: None)
+    launcher = Watched(executor)
+    if has_launcher:
+        executor.launcher = launcher
+    core, got, after = EngineCore(executor, **asked), [], []
+    core.submit(np.asarray([1]), 3, deliver=got.append)
     while core.has_work:
         core.step()
-    assert executor.launcher.calls == []
+        after.append(len(got))
+    assert bool(launcher.calls) is overlaps
+    assert after == [1, 2, 3]
 
 
 def test_streams_that_come_and_go_while_steps_overlap() -> None:
