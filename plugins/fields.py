@@ -17,7 +17,7 @@ OP_DOMAIN: Final = "paged_trt"
 """ONNX domain and plugin namespace."""
 OP_TYPE: Final = "PagedAttention"
 OP_VERSION: Final = "1"
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 """Version of the plugin's serialized fields, its input order and its workspace."""
 
 INT_ATTRIBUTES: Final = (

@@ -19,10 +19,12 @@ from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, HEAD_DI
 from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.requests import AttentionPlanRequest
 
-GATHERS_UNASKED: Final = False
-"""Whether the planner may gather where `--attention-plan gather` does not say so. False, because
-nobody has measured its speed: set it when `tests/gpu/bench_gather.py` has, with a new ABI_VERSION,
-since every engine with an 8-bit pool then gets the workspace."""
+GATHERS_UNASKED: Final = True
+"""Whether the planner may gather where `--attention-plan gather` does not say so. Every engine with
+an 8-bit pool then has the workspace, so a change needs a new ABI_VERSION."""
+UNASKED_HEAD_DIMS: Final = (64, 128)
+"""Those that were right and faster on an H200: `tests/gpu/test_prefill_gather.py` and
+`tests/gpu/bench_gather.py`."""
 MOST_GATHERED_BYTES: Final = 256 * 2**20
 """Workspace that a step may take for gathered pages; beyond, it attends from the pool."""
 FEWEST_ROWS: Final = 512

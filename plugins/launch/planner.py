@@ -15,6 +15,7 @@ from paged_trt.plugins.launch.candidates import decode_candidates
 from paged_trt.plugins.launch.gather import (
     FEWEST_ROWS,
     GATHERS_UNASKED,
+    UNASKED_HEAD_DIMS,
     as_gathered,
     layer_refusal,
     most_gather_bytes,
@@ -139,7 +140,9 @@ class PolicyPlanner:
             request: any step of the layer.
         """
         is_allowed = isinstance(self.explicit, Gather) or (
-            self.explicit is None and self.gathers_unasked
+            self.explicit is None
+            and self.gathers_unasked
+            and request.attention.head_dim in UNASKED_HEAD_DIMS
         )
         return is_allowed and layer_refusal(request) is None
 

@@ -14,7 +14,7 @@ from gpu import bench_gather
 from gpu.bench_gather import CELLS, RestingGraphs, fewest_rows, request_of, works
 from unit.test_trial import Kernels
 
-from paged_trt.plugins.device import Device, KernelLaunch, MemoryClear, Stream
+from paged_trt.plugins.device import Device, KernelLaunch, Stream
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch import tensor_maps
 from paged_trt.plugins.launch.loaded import ARGUMENT_STRUCTS, LoadedKernel
@@ -84,7 +84,6 @@ def test_both_ways_of_a_step_are_launched_whole(
     options: dict[str, Any] = {
         "registry": kernels,
         "make_launch": functools.partial(KernelLaunch, driver=driver),
-        "make_clear": functools.partial(MemoryClear, driver=driver),
     }
     monkeypatch.setattr(
         bench_gather, "prepare_trial", functools.partial(prepare_trial, num_sets=2, **options)

@@ -52,7 +52,8 @@ from paged_trt.scripts.tune_report import describe
 
 FP8, INT8 = DType.FLOAT8, DType.INT8
 AUTO, EXPLICIT = PolicyPlanner(explicit=None), PolicyPlanner(explicit=Gather())
-PROVEN = PolicyPlanner(explicit=None, gathers_unasked=True)
+ASKED = PolicyPlanner(explicit=None, gathers_unasked=False)
+WIDE = {"head_dim": 256, "value_head_dim": 256, "num_kv_heads": 2}
 HOPPER = (KernelPath.APPEND, KernelPath.GATHER, KernelPath.PREFILL_SM90)
 PORTABLE = (KernelPath.APPEND, KernelPath.PREFILL)
 
@@ -77,21 +78,43 @@ def tuned(request: AttentionPlanRequest, text: str) -> TunedPlans:
     )])  # fmt: skip
 
 
-def test_nothing_gathers_until_a_gpu_has_shown_that_it_is_right() -> None:
-    """Whoever changes this has run `test_prefill_gather.py` and `bench_gather.py` on one."""
-    assert gather.GATHERS_UNASKED is False
-    found, plan = planned(AUTO, request_of())
+@pytest.mark.parametrize("kv", [FP8, INT8], ids=lambda kv: kv.value)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_8_bit_pools_are_gathered_unasked(kv: DType, head_dim: int) -> None:
+    """Whoever changes this has run `test_prefill_gather.py` and `bench_gather.py` on a GPU."""
+    assert gather.GATHERS_UNASKED is True
+    assert gather.UNASKED_HEAD_DIMS == (64, 128)
+    request = request_of(kv=kv, head_dim=head_dim, value_head_dim=head_dim)
+    found, plan = planned(AUTO, request)
+    assert (plan.kernel, plan.gathers, found.source) == ("hopper", True, PlanSource.HEURISTIC)
+    assert str(plan) == (
+        f"hopper from gathered pages (gathering pays from {FEWEST_ROWS} query rows a key on, and "
+        "each serves 32768)"
+    )
+    assert kernel_paths(request, plan) == HOPPER
+    assert candidates(request) == (Gather(), Direct())
+    assert AUTO.workspace_bytes(request) == gather_workspace(request).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("planner", "features"), [(AUTO, WIDE), (ASKED, {})], ids=["wide", "switched off"]
+)
+def test_what_gathers_only_if_it_is_asked_to(
+    planner: PolicyPlanner, features: dict[str, Any]
+) -> None:
+    request = request_of(**features)
+    found, plan = planned(planner, request)
     assert (plan.kernel, plan.gathers, found.source) == ("portable", False, PlanSource.HEURISTIC)
     assert str(plan) == (
         "portable (hopper's kernel has no a float8 pool under bfloat16; only "
         "`--attention-plan gather` gathers its pages)"
     )
-    assert kernel_paths(request_of(), plan) == PORTABLE
-    assert candidates(request_of()) == (Direct(),)
+    assert kernel_paths(request, plan) == PORTABLE
+    assert candidates(request, gathers_unasked=planner.gathers_unasked) == (Direct(),)
     # What was measured elsewhere does not switch it on either: there is no workspace for it.
-    assert not planned(
-        dataclasses.replace(AUTO, tuned=tuned(request_of(), "gather")), request_of()
-    )[1].gathers
+    measured = dataclasses.replace(planner, tuned=tuned(request, "gather"))
+    assert not planned(measured, request)[1].gathers
+    assert planner.workspace_bytes(request) < MOST_GATHERED_BYTES // 8
 
 
 @pytest.mark.parametrize("kv", [FP8, INT8], ids=lambda kv: kv.value)
@@ -102,7 +125,7 @@ def test_nothing_gathers_until_a_gpu_has_shown_that_it_is_right() -> None:
         {"window": 300, "softcap": 5.0},
         {"rope": Rope.HALF_SPLIT, "rotary_dim": 64},
         {"head_dim": 64, "value_head_dim": 64},
-        {"head_dim": 256, "value_head_dim": 256, "num_kv_heads": 2},
+        WIDE,
     ],
 )
 def test_an_explicit_plan_gathers(kv: DType, features: dict[str, Any]) -> None:
@@ -133,7 +156,7 @@ def test_decode_steps_know_nothing_of_it() -> None:
     assert dataclasses.replace(EXPLICIT, tuned=broken).plan(request) == AUTO.plan(request)
 
 
-@pytest.mark.parametrize("planner", [EXPLICIT, PROVEN], ids=["explicit", "proven"])
+@pytest.mark.parametrize("planner", [EXPLICIT, AUTO], ids=["explicit", "auto"])
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
@@ -153,7 +176,7 @@ def test_what_hoppers_kernel_does_not_cover_is_not_gathered(
 
 
 def test_16_bit_pools_are_read_as_they_are() -> None:
-    for planner in (AUTO, EXPLICIT, PROVEN):
+    for planner in (AUTO, EXPLICIT, ASKED):
         assert planned(planner, make_request())[1].gathers is False
         assert planner.workspace_bytes(make_request()) == AUTO.workspace_bytes(make_request())
 
@@ -178,24 +201,26 @@ def test_the_heuristic_counts_the_query_rows_of_a_key() -> None:
     group = 4
     enough = request_of(FEWEST_ROWS // group)
     assert query_rows(enough) == FEWEST_ROWS
-    found, plan = planned(PROVEN, enough)
+    found, plan = planned(AUTO, enough)
     assert (plan.gathers, found.source) == (True, PlanSource.HEURISTIC)
-    assert plan.reason == "gathering pays from 512 query rows a key on, and each serves 512"
-    plan = planned(PROVEN, request_of(FEWEST_ROWS // group - 1))[1]
+    reason = f"gathering pays from {FEWEST_ROWS} query rows a key on, and each serves "
+    assert plan.reason == f"{reason}{FEWEST_ROWS}"
+    few = request_of(FEWEST_ROWS // group - 1)
+    plan = planned(AUTO, few)[1]
     assert (plan.kernel, plan.gathers) == ("portable", False)
-    assert plan.reason.endswith("gathering pays from 512 query rows a key on, and each serves 508")
+    assert plan.reason.endswith(f"{reason}{FEWEST_ROWS - group}")
     # Rows of a key are rows of its sequence.
-    assert not planned(PROVEN, request_of(FEWEST_ROWS, 16, 16))[1].gathers
-    assert candidates(enough, gathers_unasked=True) == (Gather(), Direct())
-    assert candidates(request_of(64), gathers_unasked=True) == (Direct(), Gather())
-    assert candidates(request_of(8192, 8, 64), gathers_unasked=True) == (Direct(),)
+    assert not planned(AUTO, request_of(FEWEST_ROWS, 16, 16))[1].gathers
+    assert candidates(enough) == (Gather(), Direct())
+    assert candidates(few) == (Direct(), Gather())
+    assert candidates(request_of(8192, 8, 64)) == (Direct(),)
 
 
 @pytest.mark.parametrize(("text", "gathers"), [("gather", True), ("direct", False)])
 @pytest.mark.parametrize("tokens", [64, 4096])
 def test_a_measured_plan_wins_over_counting(tokens: int, text: str, gathers: bool) -> None:
     request = request_of(tokens)
-    found, plan = planned(dataclasses.replace(PROVEN, tuned=tuned(request, text)), request)
+    found, plan = planned(dataclasses.replace(AUTO, tuned=tuned(request, text)), request)
     assert (plan.gathers, found.source) == (gathers, PlanSource.TUNED)
     assert "measured: " in plan.reason
     assert "10.00 us" in plan.reason
@@ -204,7 +229,7 @@ def test_a_measured_plan_wins_over_counting(tokens: int, text: str, gathers: boo
 def test_a_measured_decode_is_no_measured_prefill() -> None:
     """Rounded up, five tokens of eight rows are the eight of a decode step."""
     plans = tuned(request_of(8, 8, 16), "direct")
-    found, _ = planned(dataclasses.replace(PROVEN, tuned=plans), request_of(5, 8, 16))
+    found, _ = planned(dataclasses.replace(AUTO, tuned=plans), request_of(5, 8, 16))
     assert found.source is PlanSource.HEURISTIC
 
 
@@ -247,7 +272,7 @@ def steps(draw: st.DrawFn) -> AttentionPlanRequest:
 
 
 @given(steps(), st.integers(0, 5000), st.integers(0, 30), st.integers(0, 300),
-       st.sampled_from([AUTO, EXPLICIT, PROVEN, PolicyPlanner(explicit=Direct())]))  # fmt: skip
+       st.sampled_from([AUTO, EXPLICIT, ASKED, PolicyPlanner(explicit=Direct())]))  # fmt: skip
 def test_no_step_passes_the_bound_of_its_engine(
     request: AttentionPlanRequest, tokens: int, seqs: int, width: int, planner: PolicyPlanner
 ) -> None:
@@ -345,22 +370,23 @@ def test_prefill_steps_are_tuned_where_they_may_gather() -> None:
         max_num_tokens=300,
     )
     options = {"arch": "sm_90", "num_multiprocessors": 132}
-    assert all(each.is_decode for each in engine_requests(spec, **options))
-    *_, last = requests = list(engine_requests(spec, **options, gathers_unasked=True))
+    asked = list(engine_requests(spec, **options, gathers_unasked=False))
+    assert all(each.is_decode for each in asked)
+    *_, last = requests = list(engine_requests(spec, **options))
     decodes = [each for each in requests if each.is_decode]
     prefills = requests[len(decodes) :]
-    assert requests[: len(decodes)] == decodes == list(engine_requests(spec, **options))
+    assert requests[: len(decodes)] == decodes == asked
     assert prefills
     assert max(each.step.num_tokens for each in prefills) == spec.max_num_tokens
     for request in prefills:
-        assert len(candidates(request, gathers_unasked=True)) == 2
+        assert len(candidates(request)) == 2
         sizes = step_sizes(request)
         assert sizes.shape == request.step
         assert sum(sizes.query_lens) == request.step.num_tokens
     times = {"gather": 5.0, "direct": 9.0}
-    tuning = tune_request(last, lambda _, plan: times[str(plan)], gathers_unasked=True)
+    tuning = tune_request(last, lambda _, plan: times[str(plan)])
     assert tuning.chosen == Gather()
-    found, plan = planned(dataclasses.replace(PROVEN, tuned=TunedPlans([tuning.record()])), last)
+    found, plan = planned(dataclasses.replace(AUTO, tuned=TunedPlans([tuning.record()])), last)
     assert (plan.gathers, found.source) == (True, PlanSource.TUNED)
     assert "T " in describe(last)
 
@@ -383,7 +409,9 @@ def test_the_benchmark_times_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
         return {key.path for key in ours.kernels_of(cells, TARGET, **options)}
 
     split = KernelPath.PREFILL_SM90_SPLIT
-    assert paths() == set(PORTABLE)
+    assert paths(explicit=Direct()) == set(PORTABLE)
+    # One has too few rows of queries for a key.
+    assert paths() == {*HOPPER, *PORTABLE}
     assert paths(explicit=Gather()) == {*HOPPER, split}
     assert paths(all_plans=True) == {*HOPPER, *PORTABLE, split}
     assert ours.plans_worth_timing(make_request()) == ()
@@ -392,4 +420,4 @@ def test_the_benchmark_times_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_a_split_is_no_plan_of_prefill_steps() -> None:
     split = PolicyPlanner(explicit=SplitKv(partition_tokens=256, threshold_tokens=256))
     assert not split.may_gather(request_of())
-    assert not dataclasses.replace(split, gathers_unasked=True).may_gather(request_of())
+    assert not dataclasses.replace(split, gathers_unasked=False).may_gather(request_of())

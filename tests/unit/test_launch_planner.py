@@ -213,9 +213,11 @@ def test_plans_that_exist_hold_the_workspace_of_this_version() -> None:
         for planner in (HEURISTIC, split)
         for num_seqs, width in ((1, 8), (4, 64), (256, 1024))
     ]
+    quantised = dataclasses.replace(make_request(4, 64), kv_cache_dtype=DType.FLOAT8)
+    found.append(HEURISTIC.workspace_bytes(quantised))
     assert (ABI_VERSION, found) == (
-        2,
-        [132_128, 2_113_664, 2_121_728, 66_048, 2_113_536, 2_164_260_864],
+        3,
+        [132_128, 2_113_664, 2_121_728, 66_048, 2_113_536, 2_164_260_864, 134_218_756],
     )
 
 
