@@ -176,7 +176,7 @@ def test_serialized_fields_round_trip() -> None:
     [
         ({"window": None}, "missing ['window']"),
         ({"surprise": 1}, "unknown ['surprise']"),
-        ({"abi_version": 3}, "`abi_version` must be 2, found 3"),
+        ({"abi_version": 4}, "`abi_version` must be 3, found 4"),
         ({"route": 3}, "`route` must be one of [0, 1], found 3"),
         ({"attention_plan": 9}, "`attention_plan` must be one of [0, 1, 2, 3, 4, 5, 6], found 9"),
         ({"kv_cache_dtype": 99}, "`kv_cache_dtype` must be one of"),

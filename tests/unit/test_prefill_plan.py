@@ -102,7 +102,7 @@ def test_few_tiles_or_tiles_of_short_sequences_are_dealt_out(
     [
         (dataclasses.replace(make_request(), arch="sm_100"), "sm_100 is not sm_90"),
         (make_request(kv=FP16), "a float16 pool under bfloat16"),
-        (make_request(32, kv=DType.FLOAT8), "a float8 pool under bfloat16"),
+        (make_request(8, kv=DType.FLOAT8), "a float8 pool under bfloat16"),
         (make_request(head_dim=96, value_head_dim=96), "head_dim=96"),
         (make_request(value_head_dim=64), "value_head_dim=64 beside head_dim=128"),
         (make_request(num_q_heads=129, num_kv_heads=1), "group_size=129"),
