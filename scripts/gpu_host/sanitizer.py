@@ -25,6 +25,7 @@ from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
+from paged_trt.scripts.gpu_host.race_reports import races
 
 TOOLS: Final = ("memcheck", "racecheck")
 _DECODE: Final = "tests/gpu/test_decode.py::"
@@ -127,6 +128,7 @@ _REPORT_CHARACTERS: Final = 2000
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--tool", "tools", multiple=True, default=TOOLS, show_default=True)
 @click.option("--test", "tests", multiple=True, help="Instead of the built-in groups.")
+@click.option("--program", default="compute-sanitizer", show_default=True, help="Or its path.")
 @click.option("--limit-s", type=float, default=150.0, show_default=True, help="For each process.")
 @click.option("--jobs", type=int, default=14, show_default=True, help="Processes side by side.")
 @click.option("--device", type=int, default=0)
@@ -136,6 +138,7 @@ def main(
     output: Path,
     tools: tuple[str, ...],
     tests: tuple[str, ...],
+    program: str,
     limit_s: float,
     jobs: int,
     device: int,
@@ -148,17 +151,21 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     groups = {"given": tests} if tests else SELECTION
     path = results_path(output, "sanitizer", device=device)
+    version = version_of(program)
     rows: list[dict[str, Any]] = []
     started: list[subprocess.Popen[str]] = []
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     try:
         work = [
-            pool.submit(sanitized, tool, name, groups[name], limit_s=limit_s, started=started)
+            pool.submit(
+                sanitized, (program, "--tool", tool), name, groups[name],
+                limit_s=limit_s, started=started,
+            )
             for name in groups
             for tool in tools
-        ]
+        ]  # fmt: skip
         for done in concurrent.futures.as_completed(work):
-            rows.append(done.result())
+            rows.append({**done.result(), "version": version})
             write_results(path, "sanitizer", _sorted(rows), device=device, tree=tree)
             click.echo(line_of(rows[-1]))
     finally:
@@ -182,8 +189,15 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
+def version_of(program: str) -> str:
+    """Version of compute-sanitizer, as it says it: what racecheck follows depends on it."""
+    words = (program, "--version")
+    printed = subprocess.run(words, check=False, capture_output=True, text=True).stdout  # noqa: S603
+    return (printed.strip().splitlines() or ["unknown"])[-1]
+
+
 def sanitized(
-    tool: str,
+    command: tuple[str, ...],
     group: str,
     tests: Sequence[str],
     *,
@@ -193,7 +207,7 @@ def sanitized(
     """Run tests under a tool.
 
     Args:
-        tool: of compute-sanitizer.
+        command: compute-sanitizer and its tool.
         group: name of the tests.
         tests: what pytest runs.
         limit_s: seconds after which the processes are killed.
@@ -206,8 +220,9 @@ def sanitized(
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         words = [
-            *("compute-sanitizer", "--tool", tool, "--target-processes", "all"),
-            *("--report-api-errors", "no", "--log-file", f"{folder}/%p.log"),
+            *(*command, "--target-processes", "all"),
+            *("--report-api-errors", "no", "--print-limit", "0"),
+            *("--log-file", f"{folder}/%p.log"),
             *(*pytest_command.COMMAND, "--require-gpu", "-q", f"--junitxml={report}", *tests),
         ]
         process = subprocess.Popen(  # noqa: S603 - our own words
@@ -227,7 +242,7 @@ def sanitized(
     counts = [int(match[1]) for log in logs for match in _SUMMARY.finditer(log)]
     is_bad = [log for log in logs if (match := _SUMMARY.search(log)) is None or match[1] != "0"]
     return {
-        "tool": tool,
+        "tool": command[-1],
         "group": group,
         "tests": (printed.strip().splitlines() or ["none ran"])[-1],
         "covered": covered,
@@ -237,6 +252,7 @@ def sanitized(
         "errors": sum(counts),
         "seconds": round(time.monotonic() - begin, 1),
         "first_report": is_bad[0][:_REPORT_CHARACTERS] if is_bad else "",
+        "races": races(logs),
         "output": printed[-_REPORT_CHARACTERS:] if process.returncode else "",
     }
 

@@ -403,6 +403,7 @@ def test_the_first_difference_has_its_gap_and_bound(gap: float, excused: bool) -
 
 
 SANITIZER = """#!/bin/sh
+[ "$1" = --version ] && echo "NVIDIA\nVersion 2025.3.0" && exit
 while [ "$1" != "-m" ]; do
   if [ "$1" = "--tool" ]; then tool=$2; fi
   if [ "$1" = "--log-file" ]; then log=$2; fi
@@ -442,6 +443,7 @@ def test_what_a_sanitizer_saw_is_summed_over_processes(
     for row in rows:
         assert (row["errors"], row["processes"], row["tests"]) == (errors, processes, "3 passed")
         assert row["covered"] == ["tests/gpu/test_a.py::one"]
+        assert (row["version"], row["races"]) == ("Version 2025.3.0", [])
         assert (report in row["first_report"]) is (errors > 0 or processes == 1)
     assert (done.exit_code == 0) is (errors == 0 and processes == 2), done.output
 
@@ -450,7 +452,7 @@ def test_a_sanitizer_that_does_not_end_is_killed_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\nsleep 1000 & sleep 1000\n")
+    tool.write_text("#!/bin/sh\n[ $1 = --version ] && exit\nsleep 1000 & sleep 1000\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     words = ["-o", str(tmp_path / "out"), "--tool", "memcheck", "--test", "t", "--limit-s", "1"]
