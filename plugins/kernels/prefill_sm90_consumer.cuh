@@ -102,6 +102,7 @@ struct PrefillConsumer : PrefillSteps<Layout> {
       } else {
         if (has_outputs) store(outputs, factors);
       }
+      __syncwarp();  // every lane has read the tile's work, and its results out of the buffer
       if (is_lane_0()) arrive(Layout::query_free(base, query.stage));
       query.advance();
     }

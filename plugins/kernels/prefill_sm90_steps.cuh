@@ -194,7 +194,6 @@ struct PrefillSteps : PrefillWarpgroup<Layout> {
           output_row<Layout>(args, work.first_token, work.kv_head, tile_row) + chunk * 8;
       if (tile_row < work.num_rows) *reinterpret_cast<uint4*>(target) = words;
     }
-    __syncwarp();
   }
 };
 
