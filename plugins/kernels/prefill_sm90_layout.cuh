@@ -131,20 +131,36 @@ struct PrefillLayout {
     fence_barrier_init();
   }
 
-  // Read again wherever it is needed: no register holds it during the products.
+  // Read again wherever it is needed: no register holds it during the products. For those who have
+  // waited for the query: `flags` are complete then, and not before.
   static __device__ __forceinline__ QueryWork read_work(unsigned base, uint32_t stage) {
     QueryWork work;
     const unsigned address = base + kWorkAt + stage * 32;
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(work.first_token), "=r"(work.num_rows), "=r"(work.position),
-                   "=r"(work.kv_head)
-                 : "r"(address)
-                 : "memory");
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(work.last), "=r"(work.first), "=r"(work.sequence), "=r"(work.flags)
+    read_four(address, work.first_token, work.num_rows, work.position, work.kv_head);
+    read_four(address + 16, work.last, work.first, work.sequence, work.flags);
+    return work;
+  }
+
+  // For those who have only waited for the tile: without `flags`.
+  static __device__ __forceinline__ QueryWork read_work_early(unsigned base, uint32_t stage) {
+    QueryWork work;
+    const unsigned address = base + kWorkAt + stage * 32;
+    read_four(address, work.first_token, work.num_rows, work.position, work.kv_head);
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+                 : "=r"(work.last), "=r"(work.first)
                  : "r"(address + 16)
                  : "memory");
+    work.sequence = work_field<kSequence>(base, stage);
     return work;
+  }
+
+  static __device__ __forceinline__ void read_four(unsigned address, int32_t& first,
+                                                   int32_t& second, int32_t& third,
+                                                   int32_t& fourth) {
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(first), "=r"(second), "=r"(third), "=r"(fourth)
+                 : "r"(address)
+                 : "memory");
   }
 
   // One field of it, by its place in QueryWork.

@@ -44,7 +44,7 @@ struct KeyValueCopier {
     RingPlace<Layout::kQueryStages> place;
     while (true) {
       wait_barrier(Layout::work_ready(base, place.stage), place.parity);
-      const QueryWork work = Layout::read_work(base, place.stage);
+      const QueryWork work = Layout::read_work_early(base, place.stage);
       if (work.kv_head < 0) return;
       place.advance();
       if (Layout::kIsSplit && work.last < work.first) continue;
@@ -141,13 +141,14 @@ struct QueryChooser {
         }
       }
       wait_barrier(Layout::work_ready(base, place.stage), place.parity);
-      const QueryWork work = Layout::read_work(base, place.stage);
+      const QueryWork work = Layout::read_work_early(base, place.stage);
       if (work.kv_head >= 0) {
         Loader::start(args, base + place.stage * Layout::kQueryBytes, work.first_token,
                       work.num_rows, work.kv_head);
         // Only those who wait for the query need to know.
         if (chooses && has_invalid_pages(args, work) && thread == 0) {
-          Layout::template write_field<kFlags>(base, place.stage, work.flags | kHasInvalidPages);
+          const int32_t flags = Layout::template work_field<kFlags>(base, place.stage);
+          Layout::template write_field<kFlags>(base, place.stage, flags | kHasInvalidPages);
         }
         Loader::finish(args, base + place.stage * Layout::kQueryBytes, work.num_rows,
                        work.position);
