@@ -122,18 +122,21 @@ def find_ncu() -> str:
 
 def known_metrics(ncu: str) -> frozenset[str]:
     """Base names of the metrics of the devices here; empty where the program does not say."""
-    try:
-        done = subprocess.run(  # noqa: S603 - our own words
-            [ncu, "--query-metrics"],
-            capture_output=True, text=True, check=False, timeout=QUERY_SECONDS, env=_environment(),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return frozenset()
-    found = frozenset(
-        match[1] for line in done.stdout.splitlines() if (match := _NAME.match(line)) is not None
-    )
+    lines = _printed_by(ncu, "--query-metrics").splitlines()
+    found = frozenset(match[1] for line in lines if (match := _NAME.match(line)) is not None)
     # A list without this one is of another form than expected.
     return found if base_name(TIME) in found else frozenset()
+
+
+def _printed_by(ncu: str, option: str) -> str:
+    """What the program says of itself; nothing where it takes too long."""
+    try:
+        return subprocess.run(  # noqa: S603 - our own words
+            [ncu, option], capture_output=True, text=True, check=False, timeout=QUERY_SECONDS,
+            env=_environment(),
+        ).stdout  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return ""
 
 
 def metrics_of(known: frozenset[str]) -> list[str]:
@@ -188,10 +191,13 @@ def profile(
 
 
 def _words(ncu: str, command: Sequence[str], metrics: Sequence[str], log: Path) -> list[str]:
+    # Newer versions hold the tensor cores back unless they are told not to.
+    is_newer = "--pipeline-boost-state" in _printed_by(ncu, "--help")
     return [
         *(ncu, "--csv", "--page", "raw", "--print-units", "base"),
         *("--print-kernel-base", "function", "--log-file", str(log)),
         *("--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel"),
+        *(("--pipeline-boost-state", "dynamic") if is_newer else ()),
         *("--target-processes", "application-only", "--profile-from-start", "off"),
         *("--metrics", ",".join(metrics), *command),
     ]

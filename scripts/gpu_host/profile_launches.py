@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -190,13 +191,15 @@ def marker(arch: str) -> Callable[[int, int], None]:
 
 
 def chosen_cells(families: Sequence[str], names: Sequence[str]) -> list[Cell]:
-    """Cells of families; instead of the built-in choice those that are named.
+    """Cells of families in turn; instead of the built-in choice those that are named.
 
     Raises:
         ConfigError: the family has no cell of a name, or there is more than one family.
     """
     if not names:
-        return [cell for family in families for cell in profiled_cells(Family(family))]
+        # Whatever the time is enough for has cells of each family, the references first.
+        turns = itertools.zip_longest(*(profiled_cells(Family(family)) for family in families))
+        return [cell for turn in turns for cell in turn if cell is not None]
     if len(families) != 1:
         raise ConfigError(
             f"a cell is of one family and {len(families)} are chosen; pass `--cells` with one"

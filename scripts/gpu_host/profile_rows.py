@@ -11,6 +11,7 @@ from rich.table import Table
 from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.gpu_host.ncu import STALL_PREFIX, STALL_SUFFIX, STALLS, ProfiledKernel
 from paged_trt.scripts.gpu_host.profile_launches import MARKER, Launches, Section
+from paged_trt.scripts.kernel_bench.cells import Family
 from paged_trt.scripts.kernel_bench.report import shape_of
 
 Row = dict[str, Any]
@@ -47,17 +48,17 @@ _COLUMNS: Final = (
 
 
 def rows_of(launches: Launches, kernels: Sequence[ProfiledKernel]) -> list[Row]:
-    """One row per section, in the order of the launches.
+    """One row per section, family by family, in the order of the launches.
 
     Args:
         launches: what was launched.
         kernels: what was profiled, markers among them.
     """
     by_section = sections_of(kernels)
-    return [
-        _row(section, by_section.get(number, []))
-        for number, section in enumerate(launches.sections, 1)
-    ]
+    numbered = enumerate(launches.sections, 1)
+    rows = [_row(section, by_section.get(number, [])) for number, section in numbered]
+    order = [family.value for family in Family]
+    return sorted(rows, key=lambda row: order.index(row["family"]))
 
 
 def sections_of(kernels: Iterable[ProfiledKernel]) -> dict[int, list[ProfiledKernel]]:

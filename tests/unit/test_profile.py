@@ -146,7 +146,7 @@ def test_launches_belong_to_the_marker_ahead_of_them() -> None:
 def test_a_call_that_was_not_profiled_says_why() -> None:
     launches = Launches(sections=[section(), section("x", error="refused"), section()])
     kernels = [each for each in ncu.kernels_of(TABLE) if each.grid[0] != 132]
-    good, refused, lost = rows_of(launches, kernels)
+    good, lost, refused = rows_of(launches, kernels)  # decode first
     assert "error" not in good
     assert (refused["error"], "us" in refused) == ("refused", False)
     assert lost["error"] == "Nsight Compute has no kernel of it"
@@ -178,6 +178,9 @@ def test_the_cells_are_cells_of_the_benchmark() -> None:
     assert chosen_cells(["append"], [str(profiled_cells(Family.APPEND)[0])]) == [
         profiled_cells(Family.APPEND)[0]
     ]
+    names = [cell.family for cell in chosen_cells(["prefill", "append"], [])]
+    assert names[:3] == [Family.PREFILL, Family.APPEND, Family.PREFILL]
+    assert len(names) == sum(len(profiled_cells(family)) for family in set(names))
     with pytest.raises(ConfigError, match="no decode cell `9 x 9`"):
         chosen_cells(["decode"], ["9 x 9"])
     with pytest.raises(ConfigError, match="2 are chosen"):
@@ -200,8 +203,8 @@ NCU = """#!{python}
 import json, os, pathlib, sys
 words = sys.argv[1:]
 here = pathlib.Path(os.environ["FAKE_FOLDER"])
-if words == ["--query-metrics"]:
-    print(os.environ.get("FAKE_KNOWN", ""))
+if words in (["--query-metrics"], ["--help"]):
+    print(os.environ.get("FAKE_KNOWN" if "query" in words[0] else "FAKE_HELP", ""))
     sys.exit()
 calls = here / "calls.json"
 calls.write_text(json.dumps([*(json.loads(calls.read_text()) if calls.exists() else []), words]))
@@ -282,6 +285,13 @@ def test_a_profile_is_a_table_and_a_results_file(run: Run, tmp_path: Path) -> No
     parsed = profile_launches.main.make_context("launches", list(child)).params
     assert parsed["families"] == ("decode", "append")
     assert parsed["with_peers"] is True
+
+
+@pytest.mark.parametrize("known_options", ["", "  --pipeline-boost-state arg (=stable)"])
+def test_tensor_cores_are_not_held_back(known_options: str, run: Run, tmp_path: Path) -> None:
+    assert run(help=known_options).exit_code == 0
+    (words,) = json.loads((tmp_path / "calls.json").read_text())
+    assert ("--pipeline-boost-state dynamic" in " ".join(words)) is bool(known_options)
 
 
 def test_a_metric_that_this_version_lacks_sinks_nothing(run: Run, tmp_path: Path) -> None:
