@@ -79,7 +79,7 @@ MICROSECONDS: Final = {
     **dict.fromkeys(("s", "second"), 1e6),
 }
 MOST_TRIES: Final = 3
-QUERY_SECONDS: Final = 60
+QUERY_SECONDS: Final = 20
 _NAME: Final = re.compile(r"^\s*([a-z0-9]+__\w+)")
 _PASSES: Final = re.compile(r"==PROF== Profiling .*?(\d+) pass")
 _TAIL_CHARACTERS: Final = 1500
@@ -172,9 +172,10 @@ def profile(
         UnsupportedError: the counters may not be read.
         ExecutionError: nothing was profiled, or it did not end in time.
     """
-    wanted = list(metrics)
+    wanted, options = list(metrics), _options(ncu, log)
     for _ in range(MOST_TRIES):
-        code = _run(_words(ncu, command, wanted, log), log=log, limit_s=limit_s)
+        words = [ncu, *options, "--metrics", ",".join(wanted), *command]
+        code = _run(words, log=log, limit_s=limit_s)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if _PERMISSION in text:
             raise UnsupportedError(
@@ -190,16 +191,15 @@ def profile(
     return text
 
 
-def _words(ncu: str, command: Sequence[str], metrics: Sequence[str], log: Path) -> list[str]:
+def _options(ncu: str, log: Path) -> list[str]:
     # Newer versions hold the tensor cores back unless they are told not to.
     is_newer = "--pipeline-boost-state" in _printed_by(ncu, "--help")
     return [
-        *(ncu, "--csv", "--page", "raw", "--print-units", "base"),
+        *("--csv", "--page", "raw", "--print-units", "base"),
         *("--print-kernel-base", "function", "--log-file", str(log)),
         *("--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel"),
         *(("--pipeline-boost-state", "dynamic") if is_newer else ()),
         *("--target-processes", "application-only", "--profile-from-start", "off"),
-        *("--metrics", ",".join(metrics), *command),
     ]
 
 

@@ -353,7 +353,7 @@ def test_launches_that_cannot_be_read_are_named(run: Run) -> None:
 
 def test_a_profiler_that_does_not_end_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "ncu"
-    program.write_text("#!/bin/sh\necho begun\nsleep 1000 & sleep 1000\n")
+    program.write_text("#!/bin/sh\n[ $1 = --help ] && exit\nsleep 1000 & sleep 1000\n")
     program.chmod(0o755)
     with pytest.raises(ExecutionError, match="did not end within 1 s"):
         ncu.profile(str(program), ["x"], metrics=["a"], log=tmp_path / "ncu.csv", limit_s=1)
