@@ -22,6 +22,7 @@ from paged_trt.scripts.error_output import plain
 from paged_trt.scripts.gpu_host import ncu
 from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
+from paged_trt.scripts.gpu_host.ncu_metrics import METRICS, metrics_of
 from paged_trt.scripts.gpu_host.profile_launches import Launches, chosen_cells
 from paged_trt.scripts.gpu_host.profile_rows import rows_of, rows_table
 from paged_trt.scripts.kernel_bench.cells import Cell, Family
@@ -111,8 +112,8 @@ def main(
 
 def _metrics(program: str) -> list[str]:
     """What this Nsight Compute can collect; what it cannot is said."""
-    wanted = ncu.metrics_of(ncu.known_metrics(program))
-    left_out = [name for name in ncu.METRICS if name not in wanted]
+    wanted = metrics_of(ncu.known_metrics(program))
+    left_out = [name for name in METRICS if name not in wanted]
     if left_out:
         click.echo(f"not known to this Nsight Compute: {', '.join(left_out)}")
     return wanted

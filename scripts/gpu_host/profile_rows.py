@@ -9,7 +9,8 @@ from typing import Any, Final
 from rich.table import Table
 
 from paged_trt.scripts.error_output import plain
-from paged_trt.scripts.gpu_host.ncu import STALL_PREFIX, STALL_SUFFIX, STALLS, ProfiledKernel
+from paged_trt.scripts.gpu_host.ncu import ProfiledKernel
+from paged_trt.scripts.gpu_host.ncu_metrics import STALL_PREFIX, STALL_SUFFIX, STALLS
 from paged_trt.scripts.gpu_host.profile_launches import MARKER, Launches, Section
 from paged_trt.scripts.kernel_bench.cells import Family
 from paged_trt.scripts.kernel_bench.report import shape_of

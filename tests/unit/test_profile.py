@@ -27,6 +27,14 @@ from paged_trt.plugins.errors import (
 )
 from paged_trt.plugins.launch.tuned import TunedPlans, TuningTarget
 from paged_trt.scripts.gpu_host import host_results, ncu, profile, profile_launches
+from paged_trt.scripts.gpu_host.ncu_metrics import (
+    METRICS,
+    STALL_PREFIX,
+    STALL_SUFFIX,
+    TIME,
+    base_name,
+    metrics_of,
+)
 from paged_trt.scripts.gpu_host.profile_launches import (
     MARKER,
     OURS,
@@ -57,9 +65,9 @@ DRAM = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
 TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 WAVES = "launch__waves_per_multiprocessor"
 LEAST, MOST = "sm__cycles_active.min", "sm__cycles_active.max"
-STALL = f"{ncu.STALL_PREFIX}{{}}{ncu.STALL_SUFFIX}"
+STALL = f"{STALL_PREFIX}{{}}{STALL_SUFFIX}"
 COLUMNS = (
-    *("device__attribute_display_name", ncu.TIME, DRAM, TENSOR, WAVES, LEAST, MOST),
+    *("device__attribute_display_name", TIME, DRAM, TENSOR, WAVES, LEAST, MOST),
     *(STALL.format(name) for name in ("long_scoreboard", "wait", "selected", "gmma", "barrier")),
 )
 UNITS = ("", "ns", "%", "%", "", "cycle", "cycle", *["inst"] * 5)
@@ -159,14 +167,14 @@ def test_shares_of_stalls_need_no_stall() -> None:
 
 
 def test_metrics_that_are_not_known_are_left_out() -> None:
-    everything = frozenset(map(ncu.base_name, ncu.METRICS))
-    assert ncu.metrics_of(everything) == list(ncu.METRICS)
-    assert ncu.metrics_of(frozenset()) == list(ncu.METRICS)
-    fewer = ncu.metrics_of(everything - {"dram__throughput"})
-    assert set(ncu.METRICS) - set(fewer) == {"dram__throughput.avg.pct_of_peak_sustained_elapsed"}
+    everything = frozenset(map(base_name, METRICS))
+    assert metrics_of(everything) == list(METRICS)
+    assert metrics_of(frozenset()) == list(METRICS)
+    fewer = metrics_of(everything - {"dram__throughput"})
+    assert set(METRICS) - set(fewer) == {"dram__throughput.avg.pct_of_peak_sustained_elapsed"}
     listed = frozenset(name for name in everything if not name.startswith("launch__"))
-    assert WAVES in ncu.metrics_of(listed)
-    assert len(set(ncu.METRICS)) == len(ncu.METRICS)
+    assert WAVES in metrics_of(listed)
+    assert len(set(METRICS)) == len(METRICS)
 
 
 def test_the_cells_are_cells_of_the_benchmark() -> None:
@@ -257,7 +265,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_profile_is_a_table_and_a_results_file(run: Run, tmp_path: Path) -> None:
-    known = "\n".join(f"{name}  Counter  %" for name in map(ncu.base_name, ncu.METRICS))
+    known = "\n".join(f"{name}  Counter  %" for name in map(base_name, METRICS))
     done = run("--cells", "decode,append", "--peers", known=f"Device H200\n---\n{known}")
     assert done.exit_code == 0, done.output
     for text in ("32/8, 8 x 4096", "44.29 (+1 kernels)", "long_scoreboard 60%", "15 passes"):
@@ -276,7 +284,7 @@ def test_a_profile_is_a_table_and_a_results_file(run: Run, tmp_path: Path) -> No
     joined = " ".join(words)
     for option in ("--clock-control none", "--profile-from-start off", "--replay-mode kernel"):
         assert option in joined
-    assert words[words.index("--metrics") + 1].split(",") == list(ncu.METRICS)
+    assert words[words.index("--metrics") + 1].split(",") == list(METRICS)
     child = words[words.index("paged_trt.scripts.gpu_host.profile_launches") + 1 :]
     assert child[1:] == [
         *("--family", "decode", "--family", "append", "--peers"),
@@ -333,9 +341,7 @@ def test_counters_that_may_not_be_read_are_named(run: Run) -> None:
     assert "NVreg_RestrictProfilingToAdminUsers=0" in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    "table", ["", "==WARNING== No kernels were profiled.", line(*HEAD, ncu.TIME)]
-)
+@pytest.mark.parametrize("table", ["", "==WARNING== No kernels were profiled.", line(*HEAD, TIME)])
 def test_an_empty_profile_shows_what_both_programs_said(table: str, run: Run) -> None:
     done = run(table=table, code="9")
     assert isinstance(done.exception, ExecutionError)
