@@ -48,6 +48,7 @@ class Results(pydantic.BaseModel):
         "gpu-matrix",
         "gpu-tests",
         "polygraphy",
+        "profile",
         "rewrite",
         "run",
         "sanitizer",

@@ -82,6 +82,7 @@ class FakeDriver:
         self.num_put = 0
         self.places: dict[int, int] = {}
         self.events = 0
+        self.is_profiling = False
         self.marks: dict[int, float] = {}
         self.clock_us = 0.0
         self.launch_us: Callable[[Launched], float] = lambda launched: 1.0
@@ -146,6 +147,14 @@ class FakeDriver:
 
     def _cuCtxGetCurrent(self) -> tuple[Any, ...]:
         return SUCCESS, 77
+
+    def _cuProfilerStart(self) -> tuple[Any, ...]:
+        self.is_profiling = True
+        return (SUCCESS,)
+
+    def _cuProfilerStop(self) -> tuple[Any, ...]:
+        self.is_profiling = False
+        return (SUCCESS,)
 
     def _used(self) -> int:
         return sum(ctypes.sizeof(block) for block in self.blocks.values())

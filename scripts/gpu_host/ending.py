@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from typing import NoReturn
 
@@ -18,3 +21,9 @@ def end(command: click.Command) -> NoReturn:
         click.echo(f"gpu_host: error: {error}", err=True)
         sys.exit(2)
     sys.exit(0)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session, and all that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

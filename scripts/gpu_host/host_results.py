@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,15 @@ METHODS: Final = {
     "polygraphy": (
         "`polygraphy run` of the plan against inputs and outputs that the reference executor made "
         "on another machine's CPU, with the tolerances that `paged-trt polygraphy` printed there"
+    ),
+    "profile": (
+        "Nsight Compute around one call of each cell and library, after two calls without it: "
+        "every kernel runs once per pass, alone, with the memory it changes put back and the "
+        "caches emptied before each pass, clocks not locked; microseconds are of that, and no "
+        "benchmark; "
+        "a row's percentages, stalls and waves are of the longest kernel of its call, stalls as "
+        "shares of the time of its warps; pipes and issue slots are of the cycles in which a "
+        "multiprocessor works, DRAM is of all; `metrics` are Nsight Compute's own, in base units"
     ),
     "run": "`paged-trt run` with the same prompts, greedy, on each executor",
     "sanitizer": (
@@ -62,6 +72,8 @@ def write_results(
     tensorrt: str = "not used",
     device: int,
     tree: str | None,
+    peers: Mapping[str, str] | None = None,
+    note: str = "",
 ) -> Path:
     """Write a results file; one that is there is replaced.
 
@@ -72,6 +84,8 @@ def write_results(
         tensorrt: flavour and version.
         device: number of the CUDA device.
         tree: commit of the tree that ran; None asks git.
+        peers: version of each other library.
+        note: what the method did not do this time.
     """
     gpu, driver = gpu_and_driver(device)
     Results.model_validate(
@@ -83,7 +97,8 @@ def write_results(
             "driver": driver,
             "cuda": cuda.nvrtc_version(),
             "tensorrt": tensorrt,
-            "method": METHODS[kind],
+            "method": METHODS[kind] + (f"; {note}" if note else ""),
+            "peers": dict(peers or {}),
             "rows": rows,
         }
     ).write(path)

@@ -7,9 +7,7 @@ are split into groups, and all groups run under all tools side by side.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from typing import Any, Final
 import click
 
 from paged_trt.scripts.gpu_host import pytest_command
-from paged_trt.scripts.gpu_host.ending import end
+from paged_trt.scripts.gpu_host.ending import end, kill_group
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
 from paged_trt.scripts.gpu_host.race_reports import races
@@ -170,7 +168,7 @@ def main(
             click.echo(line_of(rows[-1]))
     finally:
         for process in started:
-            _kill(process)
+            kill_group(process)
         pool.shutdown(cancel_futures=True)
     click.echo(f"{path}: {sum(map(is_clean, rows))} of {len(work)} runs are clean")
     sys.exit(0 if all(map(is_clean, rows)) else 1)
@@ -234,7 +232,7 @@ def sanitized(
         try:
             printed, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            _kill(process)
+            kill_group(process)
             printed, _ = process.communicate()
             printed += f"\nended after the limit of {limit_s:g} s"
         logs = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.log")]
@@ -268,12 +266,6 @@ def _passed(report: Path) -> list[str]:
         for case in cases
         if not any(each.tag in ("failure", "error", "skipped") for each in case)
     ]
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """The process and all that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+from paged_trt.plugins.errors import ConfigError
 from paged_trt.scripts.kernel_bench.cells import Cell, Family, cells_of
 
 DECODE_MISSES: Final = (
@@ -54,6 +56,20 @@ def missed_cells(family: Family) -> list[Cell]:
     every = cells_of(family, quick=False)
     if family is Family.APPEND:
         return [cell for cell in every if sum(cell.sizes.query_lens) >= LEAST_APPEND]
-    by_name = {str(cell): cell for cell in every}
     ragged = [cell for cell in every if not cell.is_even]
-    return [*(by_name[name] for name in DECODE_MISSES), *ragged]
+    return [*named_cells(family, DECODE_MISSES), *ragged]
+
+
+def named_cells(family: Family, names: Sequence[str]) -> list[Cell]:
+    """Cells by what `str` says of them, in the order of the names.
+
+    Raises:
+        ConfigError: the benchmark has no cell of a name.
+    """
+    by_name = {str(cell): cell for cell in cells_of(family, quick=False)}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ConfigError(
+            f"the benchmark has no {family.value} cell `{unknown[0]}`; "
+            f"`paged-trt bench kernels --list` names its {len(by_name)}"
+        )
+    return [by_name[name] for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -24,6 +25,66 @@ from paged_trt.scripts.kernel_bench.sweep import Sweep
 
 FREE_PART: Final = 0.7
 """Of the free memory that the pools may take: other libraries need workspaces of their own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenKernels:
+    """Kernels on a device, ready to be launched.
+
+    Attributes:
+        graphs: records and replays.
+        memory: pools and operands.
+        ours: our kernels.
+    """
+
+    graphs: Graphs
+    memory: TrialMemory
+    ours: OurKernels
+
+    def data_of(self, cell: Cell) -> PeerData:
+        """Tensors of a cell for other libraries; the graphs must be torch's."""
+        self.memory.fill(cell.kv)
+        return make_data(self.graphs, self.memory, cell, self.ours.tables(cell))
+
+
+@contextlib.contextmanager
+def open_kernels(
+    ordinal: int,
+    target: TuningTarget,
+    cells: Sequence[Cell],
+    *,
+    with_torch: bool,
+    explicit: AttentionPlan | None = None,
+) -> Iterator[OpenKernels]:
+    """Memory, graphs and our kernels on a device; arguments and errors as in `open_bench`."""
+    device = kept_device(ordinal)
+    with device.current(), contextlib.ExitStack() as stack:
+        stream = Stream(device.driver)
+        stack.callback(stream.close)
+        graphs: Graphs
+        if with_torch:
+            from paged_trt.scripts.kernel_bench.torch_graphs import TorchGraphs
+
+            graphs = TorchGraphs()
+            handle = graphs.handle
+        else:
+            graphs = own = DriverGraphs(stream, driver=device.driver)
+            stack.callback(own.close)
+            handle = stream.handle
+        size = pool_bytes(cells, device.free_bytes())
+        memory = TrialMemory(device, stream, pool_bytes=size)
+        stack.callback(memory.close)
+        memory.fill(DType.BFLOAT16)
+        ours = OurKernels(
+            memory,
+            graphs,
+            stream=handle,
+            arch=target.arch,
+            num_multiprocessors=target.num_multiprocessors,
+            tuned=tuned_plans(),
+            explicit=explicit,
+        )
+        yield OpenKernels(graphs=graphs, memory=memory, ours=ours)
 
 
 @contextlib.contextmanager
@@ -48,45 +109,22 @@ def open_bench(
         UnsupportedError: there is no device.
         ExecutionError: there is too little memory.
     """
-    device = kept_device(ordinal)
-    with device.current(), contextlib.ExitStack() as stack:
-        stream = Stream(device.driver)
-        stack.callback(stream.close)
-        graphs: Graphs
-        if with_torch:
-            from paged_trt.scripts.kernel_bench.torch_graphs import TorchGraphs
-
-            graphs = TorchGraphs()
-            handle = graphs.handle
-        else:
-            graphs = own = DriverGraphs(stream, driver=device.driver)
-            stack.callback(own.close)
-            handle = stream.handle
-        size = pool_bytes(cells, device.free_bytes())
-        memory = TrialMemory(device, stream, pool_bytes=size)
-        stack.callback(memory.close)
-        memory.fill(DType.BFLOAT16)
-        units = target.num_multiprocessors
-        ours = OurKernels(
-            memory,
-            graphs,
-            stream=handle,
-            arch=target.arch,
-            num_multiprocessors=units,
-            tuned=tuned_plans(),
-            explicit=explicit,
-        )
+    with open_kernels(ordinal, target, cells, with_torch=with_torch, explicit=explicit) as opened:
+        graphs, memory, ours = opened.graphs, opened.memory, opened.ours
         limits = measure_ceilings(
-            graphs, memory, stream=handle, arch=target.arch, num_multiprocessors=units
+            graphs,
+            memory,
+            stream=ours.stream,
+            arch=target.arch,
+            num_multiprocessors=target.num_multiprocessors,
         )
-
         yield Bench(
             graphs=graphs,
             memory=memory,
             ours=ours,
             peers=[],
             ceilings=limits,
-            data_of=lambda cell: _data_of(graphs, memory, ours, cell),
+            data_of=opened.data_of,
             our_error=(lambda cell: _our_error(graphs, memory, ours, cell)) if with_torch else None,
         )
 
@@ -121,11 +159,6 @@ def pool_bytes(cells: Sequence[Cell], free: int) -> int:
     # Half of a cell's bytes are keys; ragged sequences end inside of pages.
     wanted = max(2 * BYTES_IN_TURN, largest * 9 // 16)
     return min(wanted, int(free * FREE_PART) // 2)
-
-
-def _data_of(graphs: Graphs, memory: TrialMemory, ours: OurKernels, cell: Cell) -> PeerData:
-    memory.fill(cell.kv)
-    return make_data(graphs, memory, cell, ours.tables(cell))
 
 
 def _our_error(graphs: Graphs, memory: TrialMemory, ours: OurKernels, cell: Cell) -> float:

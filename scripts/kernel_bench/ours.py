@@ -115,10 +115,16 @@ class OurKernels:
             plans = plans_worth_timing(self.request(cell))
             named = {str(plan): plan for plan in plans if plan != planned.plan}
             others |= self._time_others(cell, named, estimate)
-        text = f"{planned.plan} ({planned.source.value})"
-        if cell.family is not Family.DECODE:
-            text = self._paths(cell)
-        return OurTimes(times=times, plan=text, plans_us=others)
+        return OurTimes(times=times, plan=self.plan_text(cell), plans_us=others)
+
+    def plan_text(self, cell: Cell) -> str:
+        """The plan that an engine would run, and who chose it; the kernels where there is none."""
+        planned = self._planner.plan(self.request(cell))
+        if cell.family is Family.DECODE:
+            return f"{planned.plan} ({planned.source.value})"
+        wanted: Callable[[str], bool] = is_append if cell.family is Family.APPEND else is_attention
+        paths = kernel_paths(self.request(cell), planned.plan)
+        return ", ".join(path.value for path in paths if wanted(path.value))
 
     def _time_others(
         self, cell: Cell, plans: Mapping[str, AttentionPlan], estimate: float
@@ -140,13 +146,6 @@ class OurKernels:
             return measure(self._graphs, calls, replays=5, estimate=estimate)
         finally:
             self._memory.release()
-
-    def _paths(self, cell: Cell) -> str:
-        """Kernels of a cell that has no plan."""
-        request = self.request(cell)
-        paths = kernel_paths(request, self._planner.plan(request).plan)
-        wanted: Callable[[str], bool] = is_append if cell.family is Family.APPEND else is_attention
-        return ", ".join(path.value for path in paths if wanted(path.value))
 
 
 def plans_worth_timing(request: AttentionPlanRequest) -> tuple[AttentionPlan, ...]:
