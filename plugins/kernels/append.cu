@@ -2,8 +2,8 @@
 //
 // A warp takes a few rounds of one token. A round is as many heads of keys, or of values, as the
 // lanes hold: a lane has a sixteenth of one, two chunks of eight elements: two 16-byte loads, two
-// stores. All rounds are loaded before the first is stored. The chunks lie half a head apart, so that
-// a warp reads and writes without gaps, and so that where a key turns half-split they are each
+// stores. All rounds are loaded before the first is stored. The chunks lie half a head apart, so
+// that a warp reads and writes without gaps, and so that where a key turns half-split they are each
 // other's partners. A lane has the same part of every head, and so the same angles.
 //
 // Grid: (tokens, a warp each; parts of their rounds). Padding rows and pages that do not exist are
@@ -16,6 +16,7 @@
 #include "rope.cuh"
 #include "sequences.cuh"
 #include "softmax_math.cuh"
+#include "wide_access.cuh"
 
 namespace paged_trt {
 
@@ -23,7 +24,7 @@ constexpr int kChunk = 8;  // elements
 constexpr int kAppendThreads = 128;
 constexpr int kMostRounds = 4;  // of a warp: eight loads of a lane that do not wait for each other
 constexpr int32_t kNoHead = 1 << 22;  // more than any layer has
-// Blocks of a multiprocessor. Angles and quotients take registers, eight loads fill the device anyway.
+// Blocks of a multiprocessor. Angles and quotients take registers; eight loads are many anyway.
 __device__ constexpr int append_blocks(bool is_copy) { return is_copy ? 8 : 5; }
 
 // Where a token's key and value go.
@@ -44,7 +45,8 @@ __device__ __forceinline__ TokenPlace find_token(const AppendArgs& args, int32_t
   // Nothing here waits for the length: the row's first pages are read beside it.
   const int32_t* row = args.page_table + static_cast<int64_t>(sequence) * args.table_width;
   const int32_t lane_page = table_entry(row, args.table_width, threadIdx.x & 31);
-  const int64_t position = static_cast<int64_t>(args.past_lens[sequence]) + token - offsets[sequence];
+  const int64_t position =
+      static_cast<int64_t>(args.past_lens[sequence]) + token - offsets[sequence];
   const int64_t index = position / kTokensPerPage;
   int32_t page = __shfl_sync(kAllLanes, lane_page, static_cast<int>(index) & 31);
   if (index >= 32) page = index < args.table_width ? row[index] : -1;
@@ -61,7 +63,7 @@ template <int kDim>
 struct LanePart {
   static_assert(kDim % (2 * kChunk) == 0, "heads are whole parts");
   static constexpr int kParts = kDim / (2 * kChunk), kHeads = 32 / kParts;
-  int32_t head;  // in the first round; out of reach where the lane has none
+  int32_t head;             // in the first round; out of reach where the lane has none
   int32_t start, distance;  // of its first chunk in the head, and from there to the other one
 
   // The elements before `turning` are dealt out among themselves, and so are those behind.
@@ -118,14 +120,6 @@ struct LaneRound {
   }
 };
 
-// A load that is predicated, not branched around: the next one does not wait behind it.
-__device__ __forceinline__ void load_words_if(bool is_used, uint4& words, const void* place) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-      : "l"(place), "r"(static_cast<int>(is_used)));
-}
-
 template <class Activation>
 __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -134,18 +128,6 @@ __device__ __forceinline__ void unpack_chunk(float (&values)[kChunk], uint4 raw)
     const float2 pair = unpack_pair<Activation>(words[i]);
     values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
   }
-}
-
-// An assignment becomes four stores of four bytes.
-__device__ __forceinline__ void store_words(void* place, uint4 words) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x), "r"(words.y),
-               "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_words(void* place, uint2 words) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(words.x), "r"(words.y)
-               : "memory");
 }
 
 template <class Kv>
@@ -186,8 +168,8 @@ struct LaneAngles {
     const bool are_neighbours = args.rope == kRopeInterleaved;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float* place = angles + (are_neighbours ? (part.start + part.distance * i) / 2
-                                                  : part.start + 4 * i);
+      const float* place =
+          angles + (are_neighbours ? (part.start + part.distance * i) / 2 : part.start + 4 * i);
       load_four(cosines + 4 * i, place);
       load_four(sines + 4 * i, place + args.rotary_dim / 2);
     }
@@ -197,11 +179,13 @@ struct LaneAngles {
     if (rope == kRopeInterleaved) {
 #pragma unroll
       for (int i = 0; i < kChunk; i++) {
-        rotate_pair(values[i / 4][2 * (i % 4)], values[i / 4][2 * (i % 4) + 1], cosines[i], sines[i]);
+        rotate_pair(values[i / 4][2 * (i % 4)], values[i / 4][2 * (i % 4) + 1], cosines[i],
+                    sines[i]);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kChunk; i++) rotate_pair(values[0][i], values[1][i], cosines[i], sines[i]);
+      for (int i = 0; i < kChunk; i++)
+        rotate_pair(values[0][i], values[1][i], cosines[i], sines[i]);
     }
   }
 };
@@ -229,7 +213,8 @@ __device__ __forceinline__ bool append_round(const AppendArgs& args, const LaneR
   if constexpr (kSameType<Activation, Kv>) {
     if (!has_angles || (turns_whole_parts(args) && round.start >= args.rotary_dim)) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) store_words(target + round.distance * i, raw[i]);  // bits as they are
+      for (int i = 0; i < 2; i++)
+        store_words(target + round.distance * i, raw[i]);  // bits as they are
       return true;
     }
   }
@@ -261,7 +246,7 @@ __device__ __forceinline__ void rotate_elements(float (&values)[kChunk], const A
   }
 }
 
-// A round element by element: rotary dims that do not fill parts, and quotients that need a division.
+// A round element by element: rotary dims that do not fill parts, quotients that need a division.
 template <class Activation, class Kv, bool kHasRope>
 __device__ __forceinline__ void append_carefully(const AppendArgs& args, const LaneRound& round,
                                                  int32_t token, TokenPlace place) {
@@ -294,9 +279,8 @@ __device__ __forceinline__ void clear_counters(const AppendArgs& args) {
 }
 
 template <class Activation, class Kv, int kHeadDim, int kValueDim, int kFeatures>
-__global__ void __launch_bounds__(kAppendThreads,
-                                  append_blocks(kSameType<Activation, Kv> &&
-                                                (kFeatures & kRopeFeature) == 0))
+__global__ void __launch_bounds__(kAppendThreads, append_blocks(kSameType<Activation, Kv> &&
+                                                                (kFeatures & kRopeFeature) == 0))
     append(const __grid_constant__ AppendArgs args) {
   constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
   using Keys = LanePart<kHeadDim>;
@@ -306,8 +290,8 @@ __global__ void __launch_bounds__(kAppendThreads,
   const Values values(0);
   const int32_t key_rounds = Keys::rounds(args.num_kv_heads);
   const int32_t first = blockIdx.y * args.rounds_per_warp;
-  const int32_t count = min(args.rounds_per_warp,
-                            key_rounds + Values::rounds(args.num_kv_heads) - first);
+  const int32_t count =
+      min(args.rounds_per_warp, key_rounds + Values::rounds(args.num_kv_heads) - first);
   const int32_t token = blockIdx.x * (kAppendThreads / 32) + threadIdx.x / 32;
   wait_for_previous_kernel();
   clear_counters(args);
