@@ -293,21 +293,36 @@ __global__ void __launch_bounds__(kAppendThreads, append_blocks(kSameType<Activa
   const int32_t count =
       min(args.rounds_per_warp, key_rounds + Values::rounds(args.num_kv_heads) - first);
   const int32_t token = blockIdx.x * (kAppendThreads / 32) + threadIdx.x / 32;
+  const Activation* sources[kMostRounds];
+  bool is_used[kMostRounds];
+#pragma unroll
+  for (int k = 0; k < kMostRounds; k++) {
+    const LaneRound round(args, keys, values, first + k);
+    is_used[k] = k < count && round.is_used;
+    sources[k] = round.source<Activation>(args, token);
+    know_before_waiting(sources[k]);
+  }
+  // Two waits, for the assembler moves a single one ahead of the addresses.
+  if (token >= args.num_tokens) {
+    wait_for_previous_kernel();
+    clear_counters(args);
+    return;
+  }
   wait_for_previous_kernel();
-  clear_counters(args);
-  if (token >= args.num_tokens) return;
   uint4 raw[kMostRounds][2];
   float scales[kMostRounds];
 #pragma unroll
   for (int k = 0; k < kMostRounds; k++) {
     const LaneRound round(args, keys, values, first + k);
-    const bool is_used = k < count && round.is_used;
-    const auto* source = round.source<Activation>(args, token);
 #pragma unroll
-    for (int i = 0; i < 2; i++) load_words_if(is_used, raw[k][i], source + round.distance * i);
-    if (kIsQuantised<Kv> && is_used) scales[k] = round.scale(args);
+    for (int i = 0; i < 2; i++) {
+      load_words_if(is_used[k], raw[k][i], sources[k] + round.distance * i);
+    }
+    if (kIsQuantised<Kv> && is_used[k]) scales[k] = round.scale(args);
   }
-  const TokenPlace place = find_token(args, token);  // while the rounds are on their way
+  // While the rounds are on their way.
+  clear_counters(args);
+  const TokenPlace place = find_token(args, token);
   if (place.page < 0) return;
   LaneAngles angles;
   if constexpr (kHasRope) {
@@ -319,7 +334,7 @@ __global__ void __launch_bounds__(kAppendThreads, append_blocks(kSameType<Activa
 #pragma unroll
   for (int k = 0; k < kMostRounds; k++) {
     const LaneRound round(args, keys, values, first + k);
-    if (k >= count || !round.is_used) continue;
+    if (!is_used[k]) continue;
     const bool is_written =
         append_round<Activation, Kv, kHasRope>(args, round, raw[k], angles, place, scales[k]);
     if (!is_written) left |= 1u << k;
