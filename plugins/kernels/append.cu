@@ -269,6 +269,44 @@ __device__ __forceinline__ void append_carefully(const AppendArgs& args, const L
   }
 }
 
+// What a lane has loaded.
+struct LoadedRounds {
+  bool is_used[kMostRounds];
+  uint4 raw[kMostRounds][2];
+  float scales[kMostRounds];
+};
+
+template <class Activation, class Kv, bool kHasRope, class Keys, class Values>
+__device__ __forceinline__ void store_rounds(const AppendArgs& args, const Keys& keys,
+                                             const Values& values, int32_t first,
+                                             const LoadedRounds& rounds, int32_t token,
+                                             TokenPlace place) {
+  LaneAngles angles;
+  if constexpr (kHasRope) {
+    if (first < keys.rounds(args.num_kv_heads) && turns_whole_parts(args) &&
+        keys.start < args.rotary_dim) {
+      angles.load(args, args.rope_cos_sin + place.position * args.rotary_dim, keys);
+    }
+  }
+  uint32_t left = 0;  // rounds, a bit each
+#pragma unroll
+  for (int k = 0; k < kMostRounds; k++) {
+    const LaneRound round(args, keys, values, first + k);
+    if (!rounds.is_used[k]) continue;
+    const bool is_written = append_round<Activation, Kv, kHasRope>(args, round, rounds.raw[k],
+                                                                   angles, place, rounds.scales[k]);
+    if (!is_written) left |= 1u << k;
+  }
+  if constexpr (kHasRope || kIsQuantised<Kv>) {
+#pragma unroll 1
+    for (int k = 0; left >> k != 0; k++) {
+      if ((left >> k & 1) == 0) continue;
+      const LaneRound round(args, keys, values, first + k);
+      append_carefully<Activation, Kv, kHasRope>(args, round, token, place);
+    }
+  }
+}
+
 // The counters of the decode behind: no block of it can have touched them yet.
 __device__ __forceinline__ void clear_counters(const AppendArgs& args) {
   if (blockIdx.y != 0) return;
@@ -283,22 +321,20 @@ __global__ void __launch_bounds__(kAppendThreads, append_blocks(kSameType<Activa
                                                                 (kFeatures & kRopeFeature) == 0))
     append(const __grid_constant__ AppendArgs args) {
   constexpr bool kHasRope = (kFeatures & kRopeFeature) != 0;
-  using Keys = LanePart<kHeadDim>;
-  using Values = LanePart<kValueDim>;
   allow_next_kernel();
-  const Keys keys(kHasRope && turns_whole_parts(args) ? args.rotary_dim : 0);
-  const Values values(0);
-  const int32_t key_rounds = Keys::rounds(args.num_kv_heads);
+  const LanePart<kHeadDim> keys(kHasRope && turns_whole_parts(args) ? args.rotary_dim : 0);
+  const LanePart<kValueDim> values(0);
   const int32_t first = blockIdx.y * args.rounds_per_warp;
+  const int32_t heads = args.num_kv_heads;
   const int32_t count =
-      min(args.rounds_per_warp, key_rounds + Values::rounds(args.num_kv_heads) - first);
+      min(args.rounds_per_warp, keys.rounds(heads) + values.rounds(heads) - first);
   const int32_t token = blockIdx.x * (kAppendThreads / 32) + threadIdx.x / 32;
   const Activation* sources[kMostRounds];
-  bool is_used[kMostRounds];
+  LoadedRounds rounds;
 #pragma unroll
   for (int k = 0; k < kMostRounds; k++) {
     const LaneRound round(args, keys, values, first + k);
-    is_used[k] = k < count && round.is_used;
+    rounds.is_used[k] = k < count && round.is_used;
     sources[k] = round.source<Activation>(args, token);
     know_before_waiting(sources[k]);
   }
@@ -309,44 +345,20 @@ __global__ void __launch_bounds__(kAppendThreads, append_blocks(kSameType<Activa
     return;
   }
   wait_for_previous_kernel();
-  uint4 raw[kMostRounds][2];
-  float scales[kMostRounds];
 #pragma unroll
   for (int k = 0; k < kMostRounds; k++) {
     const LaneRound round(args, keys, values, first + k);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      load_words_if(is_used[k], raw[k][i], sources[k] + round.distance * i);
+      load_words_if(rounds.is_used[k], rounds.raw[k][i], sources[k] + round.distance * i);
     }
-    if (kIsQuantised<Kv> && is_used[k]) scales[k] = round.scale(args);
+    if (kIsQuantised<Kv> && rounds.is_used[k]) rounds.scales[k] = round.scale(args);
   }
   // While the rounds are on their way.
   clear_counters(args);
   const TokenPlace place = find_token(args, token);
   if (place.page < 0) return;
-  LaneAngles angles;
-  if constexpr (kHasRope) {
-    if (first < key_rounds && turns_whole_parts(args) && keys.start < args.rotary_dim) {
-      angles.load(args, args.rope_cos_sin + place.position * args.rotary_dim, keys);
-    }
-  }
-  uint32_t left = 0;  // rounds, a bit each
-#pragma unroll
-  for (int k = 0; k < kMostRounds; k++) {
-    const LaneRound round(args, keys, values, first + k);
-    if (!is_used[k]) continue;
-    const bool is_written =
-        append_round<Activation, Kv, kHasRope>(args, round, raw[k], angles, place, scales[k]);
-    if (!is_written) left |= 1u << k;
-  }
-  if constexpr (kHasRope || kIsQuantised<Kv>) {
-#pragma unroll 1
-    for (int k = 0; left >> k != 0; k++) {
-      if ((left >> k & 1) == 0) continue;
-      const LaneRound round(args, keys, values, first + k);
-      append_carefully<Activation, Kv, kHasRope>(args, round, token, place);
-    }
-  }
+  store_rounds<Activation, Kv, kHasRope>(args, keys, values, first, rounds, token, place);
 }
 
 }  // namespace paged_trt
