@@ -15,8 +15,6 @@ constexpr int kRopeFeature = 4;
 constexpr int kOtherDepth = 8;  // of decode: one step in flight instead of two, or two instead of one
 constexpr int kWideMerge = 16;  // of a counter: more partials in flight while they are merged
 constexpr int kDearPieces = 32;  // of a balanced decode: a piece counts as twice as dear
-constexpr int kWideAppend = 8;  // of the append: more items in flight
-constexpr int kVectorStores = 16;  // of the append: a chunk is one store, which it is not by itself
 
 // Tiles of 16 tokens in one step of a warp: 8 KB of keys and values in flight, which is what
 // hides the memory's latency, as long as the scores of a step do not take the registers back.

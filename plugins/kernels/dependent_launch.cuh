@@ -11,6 +11,14 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Ahead of the wait: the address is known when it is over, and not computed then.
+template <class T>
+__device__ __forceinline__ void know_before_waiting(T*& place) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("" : "+l"(place));
+#endif
+}
+
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

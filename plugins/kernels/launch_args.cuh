@@ -34,7 +34,7 @@ struct AppendArgs {
   int32_t rope;  // 0 none, 1 half-split, 2 interleaved
   int32_t rotary_dim;  // 0 without rope
   int32_t num_counters;
-  int32_t tokens_per_block;  // from 1 to 8
+  int32_t rounds_per_warp;  // from 1 to 4
 };
 
 // Attend one token per sequence, all keys in one block or one cluster of blocks.

@@ -18,6 +18,21 @@ __device__ __forceinline__ uint32_t float8_by_bits(float value) {
   return sign | ((rounded >> 20) - (120u << 3));  // bias 127 to 7
 }
 
+// Scales whose quotients, as far as they matter to 8 bits, come out of no number that is subnormal.
+__device__ __forceinline__ bool is_plain_scale(float scale) {
+  return scale >= 0x1p-60f && scale <= 0x1p60f;
+}
+
+// value / scale, rounded as a division rounds it, from inverse = 1 / scale rounded to nearest and a
+// plain scale: one correction of the product is exact (Markstein). A value below 2^-100 comes out
+// as tiny as it should and with its sign; one that is not finite, or whose product is not, as NaN.
+// The remainder is negated, so that it is +0 where it vanishes, and a -0 stays one.
+__device__ __forceinline__ float quotient(float value, float scale, float inverse) {
+  const float guess = __fmul_rn(value, inverse);
+  const float excess = __fmaf_rn(guess, scale, -value);
+  return __fmaf_rn(-excess, inverse, guess);
+}
+
 // Two elements to two bytes, the first one lower.
 template <class Kv>
 __device__ __forceinline__ uint32_t quantise_two(float first, float second) {

@@ -5,8 +5,8 @@
 
 namespace paged_trt {
 
-// Sequence row of a token row; the whole warp asks for one token, which must lie before
-// offsets[num_seqs]. Each round narrows the rows 32-fold: two rounds up to 1,024 sequences.
+// Sequence row of a token row, num_seqs for one that does not lie before offsets[num_seqs]; the whole
+// warp asks for one token. Each round narrows the rows 32-fold: two rounds up to 1,024 sequences.
 __device__ __forceinline__ int32_t find_sequence(const int32_t* query_start_offsets,
                                                  int32_t num_seqs, int32_t token) {
   const int32_t lane = threadIdx.x & 31;

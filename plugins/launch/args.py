@@ -41,7 +41,7 @@ class AppendArgs(ctypes.Structure):
         ("rope", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("num_counters", ctypes.c_int32),
-        ("tokens_per_block", ctypes.c_int32),
+        ("rounds_per_warp", ctypes.c_int32),
     )
 
 

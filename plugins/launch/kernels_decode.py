@@ -52,15 +52,14 @@ ARGUMENTS: Final[Mapping[KernelPath, type[ctypes.Structure]]] = {
 """Argument struct of each path."""
 MAX_HEAD_DIM: Final = 256
 HEAD_DIM_STEP: Final = 16
-ITEM_ELEMENTS: Final = 16
-"""Elements that a thread of the append kernel moves at once."""
-APPEND_THREADS: Final = 256
-APPEND_BLOCKS: Final = 1024
-"""Blocks that fill a device; an append of more tokens gives several to each."""
-APPEND_ITEMS: Final = 4
-"""Items of a thread where a block has several tokens: two batches of loads."""
-MOST_TOKENS_PER_BLOCK: Final = 8
-"""A warp of an append block finds the place of one token."""
+WARP_LANES: Final = 32
+LANE_ELEMENTS: Final = 16
+"""Elements of a head that a lane of the append kernel moves in a round."""
+APPEND_THREADS: Final = 128
+APPEND_WARPS: Final = 1024
+"""Warps of an append that keep a device busy; one of more rounds gives several to each."""
+MOST_APPEND_ROUNDS: Final = 4
+"""Rounds of a warp, all in flight at once."""
 MERGE_THREADS: Final = 128
 WIDEST_CLUSTER_KEYS: Final = 128
 """Queries of two tiles of wider heads, beside what a cluster sends, pass 48 KB of shared memory."""
@@ -151,9 +150,21 @@ def decode_warps(key: KernelKey) -> int:
     return sharing_warps(key.group_size, key.value_head_dim)
 
 
-def tokens_per_append_block(num_tokens: int) -> int:
-    """Token rows of one block of the append kernel."""
-    return min(max(1, num_tokens // APPEND_BLOCKS), MOST_TOKENS_PER_BLOCK)
+def append_rounds(*, num_kv_heads: int, head_dim: int, value_head_dim: int) -> int:
+    """Rounds in which the append kernel moves a token's keys and values: whole heads of a warp."""
+    heads = (WARP_LANES // (dim // LANE_ELEMENTS) for dim in (head_dim, value_head_dim))
+    return sum(-(-num_kv_heads // each) for each in heads)
+
+
+def rounds_per_append_warp(num_tokens: int, rounds: int) -> int:
+    """Rounds of one warp: the warps of few tokens are many, for nothing else hides their latency.
+
+    Args:
+        num_tokens: T.
+        rounds: `append_rounds` of the layer.
+    """
+    wanted = max(1, num_tokens * rounds // APPEND_WARPS)
+    return min(1 << (wanted - 1).bit_length(), MOST_APPEND_ROUNDS)
 
 
 def kernel_grid(
@@ -170,11 +181,11 @@ def kernel_grid(
     """
     sequences = min(step.num_seqs, GRID_LIMIT)
     if key.path is KernelPath.APPEND:
-        rows = tokens_per_append_block(step.num_tokens)
-        items = rows * num_kv_heads * (key.head_dim + key.value_head_dim) // ITEM_ELEMENTS
-        per_block = build.threads * (APPEND_ITEMS if rows > 1 else 1)
-        slices = -(-items // per_block)
-        return (-(-step.num_tokens // rows), min(slices, GRID_LIMIT), 1)
+        rounds = append_rounds(
+            num_kv_heads=num_kv_heads, head_dim=key.head_dim, value_head_dim=key.value_head_dim
+        )
+        parts = -(-rounds // rounds_per_append_warp(step.num_tokens, rounds))
+        return (-(-step.num_tokens * WARP_LANES // build.threads), parts, 1)
     if key.path is KernelPath.MERGE:
         return (num_kv_heads * key.group_size, sequences, 1)
     if key.path is KernelPath.DECODE_BALANCED:
@@ -249,9 +260,14 @@ def fill_arguments(
 
 
 def _scalars(attention: AttentionSpec, pool: KvPoolSpec, step: StepShape) -> dict[str, int | float]:
+    rounds = append_rounds(
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        value_head_dim=attention.value_head_dim,
+    )
     return {
         "num_tokens": step.num_tokens,
-        "tokens_per_block": tokens_per_append_block(step.num_tokens),
+        "rounds_per_warp": rounds_per_append_warp(step.num_tokens, rounds),
         "num_seqs": step.num_seqs,
         "table_width": step.table_width,
         "num_pages": pool.num_pages,

@@ -78,21 +78,17 @@ class KernelVariant:
         warps: of a decode block; None: as engines have it.
         other_depth: of a decode: one step of a warp in flight where engines have two, two where
             they have one.
-        is_wide: more partials in flight while a counter's are merged, more items of an append.
-        vector_stores: an append stores a chunk at once.
+        is_wide: more partials in flight while a counter's are merged.
         dear_pieces: a balanced decode thinks that a piece costs twice as much, and cuts less.
     """
 
     warps: int | None = None
     other_depth: bool = False
     is_wide: bool = False
-    vector_stores: bool = False
     dear_pieces: bool = False
 
     def bits(self, path: KernelPath) -> int:
         """What it adds to the number of a kernel's features, as in `kernels/decode_config.cuh`."""
-        if path is KernelPath.APPEND:
-            return _WIDE_APPEND * self.is_wide | _VECTOR_STORES * self.vector_stores
         if path not in DECODE_PATHS:
             return 0
         is_dear = self.dear_pieces and path is KernelPath.DECODE_BALANCED
@@ -102,7 +98,6 @@ class KernelVariant:
         words = [f"{self.warps} warps"] if self.warps else []
         words += ["other depth"] if self.other_depth else []
         words += ["wide"] if self.is_wide else []
-        words += ["vector stores"] if self.vector_stores else []
         words += ["dear pieces"] if self.dear_pieces else []
         return ", ".join(words)
 
@@ -110,8 +105,6 @@ class KernelVariant:
 _OTHER_DEPTH: Final = 8
 _WIDE_MERGE: Final = 16
 _DEAR_PIECES: Final = 32
-_WIDE_APPEND: Final = 8
-_VECTOR_STORES: Final = 16
 USUAL: Final = KernelVariant()
 """What engines run."""
 

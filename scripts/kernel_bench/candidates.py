@@ -11,11 +11,7 @@ from typing import Final
 
 from paged_trt.plugins.launch.candidates import split_in
 from paged_trt.plugins.launch.dispatch import kernel_paths
-from paged_trt.plugins.launch.kernels_decode import (
-    APPEND_THREADS,
-    ITEM_ELEMENTS,
-    MOST_TOKENS_PER_BLOCK,
-)
+from paged_trt.plugins.launch.kernels_decode import MOST_APPEND_ROUNDS
 from paged_trt.plugins.launch.planner import candidates
 from paged_trt.plugins.launch.plans import (
     CLUSTER_BLOCKS,
@@ -42,23 +38,8 @@ from paged_trt.plugins.launch.workspace import (
 
 FILLINGS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Times that the blocks which share keys fill the device."""
-ITEMS_OF_A_THREAD: Final = (1, 2, 4)
 SMALL: Final = KernelVariant(warps=SMALL_BLOCK_WARPS)
 LARGE: Final = KernelVariant(warps=RESIDENT_WARPS)
-VECTOR: Final = KernelVariant(vector_stores=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AppendShape:
-    """How an append is cut into blocks.
-
-    Attributes:
-        rows: token rows of a block.
-        parts: blocks that share the rows.
-    """
-
-    rows: int
-    parts: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +49,17 @@ class Candidate:
     Attributes:
         plan: of a decode; None leaves it to the planner.
         variant: of the kernel that is timed.
-        append: how an append is cut; None as in engines.
+        append_rounds: rounds of a warp of an append; None as in engines.
     """
 
     plan: AttentionPlan | None = None
     variant: KernelVariant = USUAL
-    append: AppendShape | None = None
+    append_rounds: int | None = None
 
     def __str__(self) -> str:
         name = str(self.plan) if self.plan is not None else "append"
-        if self.append is not None:
-            name += f" {self.append.rows} rows / {self.append.parts}"
+        if self.append_rounds is not None:
+            name += f" {self.append_rounds} rounds"
         return name if self.variant == USUAL else f"{name}, {self.variant}"
 
 
@@ -138,17 +119,7 @@ def _runnable(request: AttentionPlanRequest, found: Iterable[Candidate]) -> list
     return kept
 
 
-def append_candidates(request: AttentionPlanRequest) -> list[Candidate]:
-    """The append as engines cut it, and every other cut, with stores and loads of either kind."""
-    attention = request.attention
-    found = [Candidate(), Candidate(variant=VECTOR)]
-    row_items = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
-    for rows in (2**power for power in range(MOST_TOKENS_PER_BLOCK.bit_length())):
-        items = rows * row_items // ITEM_ELEMENTS
-        for each in ITEMS_OF_A_THREAD:
-            shape = AppendShape(rows=rows, parts=-(-items // (APPEND_THREADS * each)))
-            found += [Candidate(append=shape), Candidate(append=shape, variant=VECTOR)]
-            if each > 2:  # else there is nothing more to have in flight
-                wide = dataclasses.replace(VECTOR, is_wide=True)
-                found.append(Candidate(append=shape, variant=wide))
-    return list(dict.fromkeys(found))
+def append_candidates() -> list[Candidate]:
+    """The append as engines cut it, and every other cut."""
+    cuts = [Candidate(append_rounds=rounds) for rounds in range(1, MOST_APPEND_ROUNDS + 1)]
+    return [Candidate(), *cuts]

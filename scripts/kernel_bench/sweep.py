@@ -42,8 +42,8 @@ SWEEP_METHOD: Final = (
     "CUDA-graph replay of as many launches as last about 2 ms; the replays of all candidates "
     "take turns, 3 of each, then 9 of the planner's own and the best 3, with variants of their "
     "kernels (N warps: of a block; other depth: one step in flight instead of two or two instead "
-    "of one; wide: more partials in flight while they are merged, or more items of an append; "
-    "vector stores: 16 or 8 bytes at once; dear pieces: a schedule that cuts less). "
+    "of one; wide: more partials in flight while they are merged; "
+    "dear pieces: a schedule that cuts less; N rounds: of a warp of an append). "
     "Launches take turns on different pages of one pool, at least 190 MB of keys and values where "
     "the pool allows, pages in random order. Before it is timed the result of the first candidate "
     "is compared with float32 on the host (first and last sequence), those of the others with it; "
@@ -126,7 +126,7 @@ class Sweep:
         ceiling = self.ceilings["copy_GBs" if is_append_cell else "read_GBs"]
         floor = cell.bytes / ceiling / 1e3
         errors: dict[str, str] = {}
-        first = append_candidates(request) if is_append_cell else decode_candidates(request)
+        first = append_candidates() if is_append_cell else decode_candidates(request)
         usual = first[0]
         times = self._round(cell, first, floor, errors, FIRST_REPLAYS)
         best = sorted(times, key=lambda each: times[each].median)[:KEPT]

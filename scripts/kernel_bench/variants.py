@@ -57,14 +57,15 @@ def variant_build(candidate: Candidate, key: KernelKey) -> KernelBuild | None:
 
 def cut_append(candidate: Candidate, make_launch: Callable[..., Any]) -> Callable[..., Any]:
     """`make_launch` that cuts an append as the candidate wants it."""
-    shape = candidate.append
-    if shape is None:
+    rounds = candidate.append_rounds
+    if rounds is None:
         return make_launch
 
     def make(function: Any, block: Any, *, grid: Any, label: str, **options: Any) -> Any:
         if is_append(label):
-            block.tokens_per_block = shape.rows
-            grid = (-(-block.num_tokens // shape.rows), shape.parts, 1)
+            # A part too many, where these do not come out even, has nothing to do.
+            grid = (grid[0], -(-grid[1] * block.rounds_per_warp // rounds), 1)
+            block.rounds_per_warp = rounds
         return make_launch(function, block, grid=grid, label=label, **options)
 
     return make
@@ -76,7 +77,7 @@ def builds_of(cells: Sequence[Cell], *, arch: str, num_multiprocessors: int) -> 
     for cell in cells:
         request = cell.request(arch=arch, num_multiprocessors=num_multiprocessors)
         if cell.family is Family.APPEND:
-            wanted = append_candidates(request)
+            wanted = append_candidates()
         else:
             plans = decode_candidates(request)
             wanted = [*plans, *variants_of(request, plans)]

@@ -105,9 +105,9 @@ CLUSTER, COUNTER = KernelPath.DECODE_CLUSTER, KernelPath.DECODE_COUNTER
 BALANCED = KernelPath.DECODE_BALANCED
 ROPE, ALL = Feature.ROPE, Feature.WINDOW | Feature.SOFTCAP | Feature.ROPE
 MAIN_KEYS = [
-    (key(APPEND, BF16, BF16, 128), 48),
-    (key(APPEND, BF16, FP8, 128, features=ROPE), 80),
-    (key(APPEND, FP16, INT8, 96, features=ROPE), 80),
+    (key(APPEND, BF16, BF16, 128), 64),
+    (key(APPEND, BF16, FP8, 128, features=ROPE), 102),
+    (key(APPEND, FP16, INT8, 96, features=ROPE), 102),
     (key(MERGE, BF16, BF16, 128), 64),
     (key(DIRECT, BF16, BF16, 128, 8), 255),
     (key(DIRECT, FP16, FP16, 128, 1), 255),
@@ -167,7 +167,6 @@ def test_clusters_compile_where_they_exist(arch: str) -> None:
 
 # What `paged-trt bench plans` times and no engine runs.
 VARIANTS = [
-    (key(APPEND, BF16, FP8, 128, features=ROPE), KernelVariant(vector_stores=True, is_wide=True)),
     (key(COUNTER, BF16, BF16, 256, 4), KernelVariant(is_wide=True)),
     (key(COUNTER, BF16, FP8, 128, 4), KernelVariant(is_wide=True, warps=4, other_depth=True)),
     (key(CLUSTER, BF16, BF16, 128, 8), KernelVariant(warps=4)),
@@ -181,13 +180,26 @@ def test_variants_stay_in_registers(kernel: KernelKey, variant: KernelVariant) -
     check(compile_resources(build, MAIN_ARCH), 255)
 
 
-def test_an_append_can_store_16_bytes_at_once(tmp_path: Path) -> None:
-    """Left alone, the compiler makes four stores of four bytes of each."""
-    build = kernel_build(key(APPEND, BF16, BF16, 128), KernelVariant(vector_stores=True))
+def test_an_append_loads_all_before_it_stores_16_bytes_at_once(tmp_path: Path) -> None:
+    build = kernel_build(key(APPEND, BF16, BF16, 128))
     listing = disassembled(compile_kernel(build, MAIN_ARCH)[0], tmp_path)
-    assert len(re.findall(r"STG\.E\.128 ", listing)) >= 4
-    # The counter of the decode behind.
-    assert len(re.findall(r"STG\.E ", listing)) == 1
+    moves = re.findall(r"\b(LDG|STG)\.E\.128 ", listing)
+    assert moves == ["LDG"] * 8 + ["STG"] * 8
+    # The counters of the decode behind, by warps with a token and by those without one.
+    assert len(re.findall(r"STG\.E ", listing)) == 2
+    # Nothing is read before the kernel ahead has ended, but then it is at once.
+    waiting = listing.rindex("ACQBULK")
+    assert waiting < listing.index("LDG.E")
+    assert listing[waiting : listing.index("LDG.E.128 ")].count(";\n") < 20
+
+
+def test_an_append_divides_only_where_it_has_to(tmp_path: Path) -> None:
+    """The quotients of four rounds are products; one loop behind them divides a chunk."""
+    build = kernel_build(key(APPEND, BF16, FP8, 128))
+    listing = disassembled(compile_kernel(build, MAIN_ARCH)[0], tmp_path)
+    assert len(re.findall(r"STG\.E\.64 ", listing)) == 2 * 4 + 1
+    assert len(re.findall(r"\bFCHK\b", listing)) == 8
+    assert not re.findall(r"\b(?:LDL|STL|BAR)\b", listing)
 
 
 def check(resources: Resources, register_limit: int) -> None:

@@ -16,7 +16,7 @@ from paged_trt.plugins.errors import KernelLaunchError
 from paged_trt.plugins.fields import OperatorSpec
 from paged_trt.plugins.launch import args, layer
 from paged_trt.plugins.launch.dispatch import PreparedStep, warm_keys
-from paged_trt.plugins.launch.kernels_decode import CallAddresses
+from paged_trt.plugins.launch.kernels_decode import CallAddresses, append_rounds
 from paged_trt.plugins.launch.kernels_prefill_sm90 import refusal
 from paged_trt.plugins.launch.layer import LayerLauncher
 from paged_trt.plugins.launch.loaded import (
@@ -134,7 +134,7 @@ def test_every_argument_is_exact() -> None:
     assert append.args == {
         **shared, **named("key", "value"), **strides, **sizes, **rope, "num_tokens": 2,
         "counters": partials["partial_lse"] + 4 * 2 * 4 * 2, "num_counters": 0,
-        "tokens_per_block": 1,
+        "rounds_per_warp": 1,
     }  # fmt: skip
     query = {**named("query"), "query_token_stride": 128}
     assert split.args == {**shared, **query, **sizes, **rope, **attention, **partials, **parts}
@@ -145,7 +145,7 @@ def test_every_argument_is_exact() -> None:
     }  # fmt: skip
     assert split.grid == (2, 2, 2)
     assert merge.grid == (4, 2, 1)
-    assert append.grid == (2, 1, 1)
+    assert append.grid == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,31 @@ def test_a_cluster_is_refused_where_there_is_none() -> None:
         prepare(FakeDriver(), make_request(arch="sm_89"), "cluster:4")
 
 
-@pytest.mark.parametrize(("tokens", "grid"), [(5, (5, 1, 1)), (5000, (1250, 1, 1))])
-def test_a_long_append_gives_a_block_several_tokens(
-    tokens: int, grid: tuple[int, int, int]
+@pytest.mark.parametrize(
+    ("tokens", "grid", "rounds"),
+    [(5, (2, 2, 1), 1), (600, (150, 2, 1), 1), (5000, (1250, 1, 1), 4)],
+)
+def test_a_long_append_gives_a_warp_several_rounds(
+    tokens: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
     driver = FakeDriver()
     prepare(driver, make_request(tokens)).launch(1)
     assert driver.launches[0].grid == grid
-    assert driver.launches[0].args["tokens_per_block"] == tokens // grid[0]
+    assert driver.launches[0].args["rounds_per_warp"] == rounds
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "value_head_dim", "rounds"),
+    [(8, 128, 128, 4), (32, 128, 128, 16), (1, 64, 64, 2), (9, 64, 64, 4), (5, 96, 256, 4),
+     (2, 240, 16, 2), (3, 240, 16, 3)],
+)  # fmt: skip
+def test_a_round_is_the_heads_that_a_warp_holds(
+    num_kv_heads: int, head_dim: int, value_head_dim: int, rounds: int
+) -> None:
+    found = append_rounds(
+        num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_head_dim
+    )
+    assert found == rounds
 
 
 def test_a_missing_kernel_is_named_and_nothing_is_launched() -> None:

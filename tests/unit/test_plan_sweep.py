@@ -98,12 +98,14 @@ class Kernels:
     Attributes:
         wrong: texts in the names of kernels that give something else.
         missing: texts in the names of kernels that do not compile.
+        wrong_rounds: of a warp of an append, with which its result is wrong.
         loaded: names of those that were loaded.
     """
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()
         self.missing: set[str] = set()
+        self.wrong_rounds: set[int] = set()
         self.loaded: list[str] = []
         self._split: Any = None
         self._places: Any = None
@@ -121,7 +123,7 @@ class Kernels:
     def run(self, path: KernelPath, name: str, args: dict[str, Any]) -> None:
         is_wrong = any(text in name for text in self.wrong)
         if path is KernelPath.APPEND:
-            self.append(args, is_wrong)
+            self.append(args, args["rounds_per_warp"] in self.wrong_rounds)
         elif path is KernelPath.DECODE_SPLIT:
             places = args["page_table"], args["partial_output"]
             if places != self._places:
@@ -229,26 +231,22 @@ def test_a_wrong_kernel_of_the_engine_itself_is_found_by_the_reference() -> None
 
 def test_appends_are_cut_as_asked_and_compared_byte_by_byte() -> None:
     driver, kernels = FakeDriver(), Kernels()
-    driver.launch_us = lambda launched: 100.0 / launched.args["tokens_per_block"]
-    kernels.wrong = {", 24>"}
+    driver.launch_us = lambda launched: 100.0 / launched.args["rounds_per_warp"]
+    kernels.wrong_rounds = {3}
     # Hopper's prefill kernel would want tensor maps of the driver.
     with make_sweep(kernels, driver, arch="sm_89") as sweep:
         (row,), _ = sweep.run([APPEND])
     assert (row["plan"], row["ours_us"]) == ("append", 100.0)
-    assert row["best"].startswith("append 8 rows / ")
-    assert row["best_us"] == 12.5
-    assert row["errors"]
-    for name, text in row["errors"].items():
-        assert "wide" in name
-        assert "bytes of the pools differ" in text
+    assert (row["best"], row["best_us"]) == ("append 4 rounds", 25.0)
+    assert row["errors"].keys() == {"append 3 rounds"}
+    assert "bytes of the pools differ" in row["errors"]["append 3 rounds"]
     cut = {
-        (launched.args["tokens_per_block"], launched.grid)
+        (launched.args["rounds_per_warp"], launched.grid)
         for launched in driver.launches
         if launched.name.startswith("paged_trt::append")
     }
-    # 130 rows; 8 of them are 256 items: one for each of 256 threads.
-    assert (8, (17, 1, 1)) in cut
-    assert (1, (130, 1, 1)) in cut
+    # 130 tokens, four warps to a block; two rounds: both heads of keys, both of values.
+    assert cut == {(1, (33, 2, 1)), *((rounds, (33, 1, 1)) for rounds in (2, 3, 4))}
 
 
 def test_replays_of_several_works_take_turns() -> None:
@@ -317,8 +315,7 @@ KEY = KernelKey(
         (KernelPath.DECODE_COUNTER, KernelVariant(), "4, 8, 1, 0>", 256),
         (KernelPath.DECODE_COUNTER, KernelVariant(warps=4, is_wide=True), "4, 4, 1, 16>", 128),
         (KernelPath.DECODE_DIRECT, KernelVariant(warps=8, other_depth=True), "4, 8, 1, 8>", 256),
-        (KernelPath.APPEND, KernelVariant(is_wide=True, warps=4), "128, 128, 8>", 256),
-        (KernelPath.APPEND, KernelVariant(vector_stores=True), "128, 128, 16>", 256),
+        (KernelPath.APPEND, KernelVariant(is_wide=True, warps=8), "128, 128, 0>", 128),
         (KernelPath.MERGE, KernelVariant(is_wide=True), "merge<__nv_bfloat16, 128>", 128),
     ],
 )
@@ -338,8 +335,7 @@ def test_variants_fit_their_plans() -> None:
         found = variants_of(request, [Candidate(plan=plan)])
         assert any(each.variant.is_wide for each in found) is isinstance(plan, Counter)
         assert any(each.variant.other_depth for each in found)
-    rows = {each.append.rows for each in append_candidates(request) if each.append is not None}
-    assert rows == {1, 2, 4, 8}
+    assert [each.append_rounds for each in append_candidates()] == [None, 1, 2, 3, 4]
 
 
 def test_kernels_are_compiled_once_beforehand() -> None:
@@ -398,8 +394,6 @@ def test_a_run_is_a_table_and_a_results_file(
         ("kOtherDepth", KernelPath.DECODE_SPLIT, KernelVariant(other_depth=True)),
         ("kWideMerge", KernelPath.DECODE_COUNTER, KernelVariant(is_wide=True)),
         ("kDearPieces", KernelPath.DECODE_BALANCED, KernelVariant(dear_pieces=True)),
-        ("kWideAppend", KernelPath.APPEND, KernelVariant(is_wide=True)),
-        ("kVectorStores", KernelPath.APPEND, KernelVariant(vector_stores=True)),
     ],
 )
 def test_variants_have_the_numbers_of_the_kernels(
