@@ -16,7 +16,7 @@ from rich.table import Table
 from paged_trt.builder.artifact import tokenizer_sources
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, SequenceError
-from paged_trt.plugins.kv_scales import write_scales_file
+from paged_trt.plugins.kv_scales import DTYPE_ENTRY, write_scales_file
 from paged_trt.plugins.manifest import file_record
 from paged_trt.plugins.version import version
 from paged_trt.runtime.calibration import silent_heads
@@ -107,7 +107,7 @@ def command(
     found = calibrate(model, prompts, DType(kv_cache_dtype), dtype=dtype, num_new_tokens=new_tokens)
     metadata = {
         "created_by": f"paged-trt {version()}",
-        "kv_cache_dtype": kv_cache_dtype,
+        DTYPE_ENTRY: kv_cache_dtype,
         "model_sha256": file_record(model).sha256,
         "tokens": str(found.maxima.num_tokens),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def test_the_file_is_what_a_build_takes(
     )
     plan = plan_build(BuildRequest(model=model, target=None, config=config))
     assert plan.spec.kv_cache_dtype is DType(kv)
+    other = {"float8": "int8", "int8": "float8"}[kv]
+    wrong = dataclasses.replace(config, kv_cache_dtype=other)
+    message = f"holds scales of a {kv} KV cache and this one is {other}.*--kv-cache-dtype {other}"
+    with pytest.raises(ConfigError, match=message):
+        plan_build(BuildRequest(model=model, target=None, config=wrong))
 
 
 def test_the_held_out_prompts_do_not_make_the_scales(model: Path) -> None:

@@ -92,10 +92,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [
-        (["--kv-pool-pages=3"], ["3", "at least 4"]),
+        (["--kv-pool-pages=3"], ["3", "at least 4", "`--kv-pool-pages 4`"]),
         ([f"--kv-pool-pages={MAX_KV_POOL_PAGES + 1}"], [str(MAX_KV_POOL_PAGES)]),
         (["--retained-pages=-1"], ["-1"]),
-        (["--retained-pages=1", "--kv-pool-pages=9"], ["exclude each other"]),
+        (["--retained-pages=1", "--kv-pool-pages=9"], ["`--kv-pool-pages` 9", "exclude each other"]),
         (["--max-batch-size=0"], ["0"]),
         (["--max-batch-size=-4"], ["-4"]),
         ([f"--max-kv-cache-capacity={MAX_KV_CACHE_CAPACITY + 1}"], [str(MAX_KV_CACHE_CAPACITY)]),
@@ -103,8 +103,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-input-len=201"], ["201", "200"]),
         (["--max-num-tokens=0"], ["0"]),
         (["--max-num-tokens=2147483647"], ["2147483647", "lower it"]),
-        (["--kv-cache-dtype=int8"], ["--kv-scales"]),
+        (["--kv-cache-dtype=int8"], ["--kv-scales", "`paged-trt calibrate"]),
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
+        (["--kv-cache-dtype=int8", "--kv-scales=missing"], ["missing", "`paged-trt calibrate"]),
         (["--attention-plan=split:100"], ["100", "128"]),
         (["--attention-plan=fastest"], ["fastest"]),
         (["--attention-plan=cluster:3"], ["2, 4 or 8", "3"]),
