@@ -149,8 +149,8 @@ def _kv_cache_dtype(config: BuildConfig, facts: ModelFacts, activation: DType) -
     if dtype.is_quantised and config.kv_scales is None:
         raise ConfigError(
             f"the {dtype.value} KV cache needs scales; make them with `paged-trt calibrate "
-            f"MODEL.onnx -o FILE --kv-cache-dtype {dtype.value}` and pass `--kv-scales FILE`, which "
-            f"has one tensor `{kv_scales_name(0)}` `[2, num_kv_heads]` per layer"
+            f"MODEL.onnx -o FILE --kv-cache-dtype {dtype.value}` and pass `--kv-scales FILE` (one "
+            f"tensor `{kv_scales_name(0)}` `[2, num_kv_heads]` per layer)"
         )
     if not dtype.is_quantised and config.kv_scales is not None:
         raise ConfigError(

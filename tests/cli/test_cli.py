@@ -83,6 +83,16 @@ def test_help_has_an_example(words: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert " ".join(("paged-trt", *words)) in example
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]], ids=["paged-trt", "bench"])
+def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == text
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -95,7 +105,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kv-pool-pages=3"], ["3", "at least 4", "`--kv-pool-pages 4`"]),
         ([f"--kv-pool-pages={MAX_KV_POOL_PAGES + 1}"], [str(MAX_KV_POOL_PAGES)]),
         (["--retained-pages=-1"], ["-1"]),
-        (["--retained-pages=1", "--kv-pool-pages=9"], ["`--kv-pool-pages` 9", "exclude each other"]),
+        (
+            ["--retained-pages=1", "--kv-pool-pages=9"],
+            ["`--kv-pool-pages` 9", "exclude each other"],
+        ),
         (["--max-batch-size=0"], ["0"]),
         (["--max-batch-size=-4"], ["-4"]),
         ([f"--max-kv-cache-capacity={MAX_KV_CACHE_CAPACITY + 1}"], [str(MAX_KV_CACHE_CAPACITY)]),
