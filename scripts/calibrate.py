@@ -23,7 +23,7 @@ from paged_trt.runtime.calibration import silent_heads
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.calibration import Calibration, calibrate
 from paged_trt.scripts.calibration_prompts import BUILT_IN, read_prompt_file
-from paged_trt.scripts.error_output import plain
+from paged_trt.scripts.error_output import json_option, plain
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.prompts import read_prompts
 
@@ -74,7 +74,7 @@ from paged_trt.scripts.prompts import read_prompts
     show_default=True,
     help="Greedy tokens of each prompt.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@json_option
 def command(
     model: Path,
     output: Path,

@@ -153,6 +153,14 @@ def test_what_cannot_work_is_refused_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_is_json_where_the_report_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["calibrate", str(tmp_path / "none.onnx"), "-o", str(tmp_path / "scales"), "--json"]
+    assert main([*words, "--input-ids", "1", "--input-ids", "2"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "PTRT-C001"
+
+
 def test_no_folder_for_the_file_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "no-model.onnx", "-o", "/no/such/folder/x.safetensors"]) == 2
     assert "no directory" in capsys.readouterr().err

@@ -499,6 +499,21 @@ def test_run_draws_the_same_tokens_from_the_same_seed(
     )
 
 
+def test_options_of_a_draw_are_no_secret_where_nothing_is_drawn(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", str(engine), "--input-ids", "1", "--max-new-tokens=1", "--executor=reference"]
+    for options, note in (
+        (["--top-k=5", "--seed=0"], "`--top-k` and `--seed` changed nothing"),
+        (["--top-p=0.5"], "`--top-p` changed nothing"),
+        (["--top-p=0.5", "--temperature=1"], None),
+        ([], None),
+    ):
+        assert main([*words, *options]) == 0
+        text = capsys.readouterr().err
+        assert note in text if note else "changed nothing" not in text
+
+
 def test_bench_host_times_a_full_batch(
     engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
