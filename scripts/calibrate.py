@@ -98,7 +98,7 @@ def command(
     \b
     Example:
       paged-trt calibrate model.onnx -o kv_scales.safetensors --kv-cache-dtype float8
-      paged-trt build model.onnx -o engine --max-batch-size 4 --max-input-len 512 \\
+      paged-trt build model.onnx -o engine-float8 --max-batch-size 4 --max-input-len 512 \\
           --max-kv-cache-capacity 1024 --kv-cache-dtype float8 \\
           --kv-scales kv_scales.safetensors
     """
