@@ -148,8 +148,9 @@ def _kv_cache_dtype(config: BuildConfig, facts: ModelFacts, activation: DType) -
         dtype = _choice("--kv-cache-dtype", config.kv_cache_dtype, KV_CACHE_DTYPES)
     if dtype.is_quantised and config.kv_scales is None:
         raise ConfigError(
-            f"the {dtype.value} KV cache needs scales; pass `--kv-scales FILE.safetensors` with "
-            f"one tensor `{kv_scales_name(0)}` `[2, num_kv_heads]` per layer"
+            f"the {dtype.value} KV cache needs scales; make them with `paged-trt calibrate "
+            f"MODEL.onnx -o FILE --kv-cache-dtype {dtype.value}` and pass `--kv-scales FILE` (one "
+            f"tensor `{kv_scales_name(0)}` `[2, num_kv_heads]` per layer)"
         )
     if not dtype.is_quantised and config.kv_scales is not None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from paged_trt.builder.onnx.save import save_model
 from paged_trt.builder.onnx.survey import survey
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
-from paged_trt.plugins.kv_scales import read_scales_file, require_scales
+from paged_trt.plugins.kv_scales import read_scales_file, require_scales, require_scales_for
 from paged_trt.plugins.launch.explicit import require_affordable
 from paged_trt.plugins.launch.planner import PolicyPlanner
 from paged_trt.plugins.launch.plans import AUTO, AttentionPlan, parse_attention_plan
@@ -168,6 +168,7 @@ def _prepare(request: BuildRequest) -> _Prepared:
     if spec.kv_cache_dtype.is_quantised and config.kv_scales is not None:
         scales = read_scales_file(config.kv_scales)
         require_scales(scales, spec.layers, where=f"`{config.kv_scales}`")
+        require_scales_for(config.kv_scales, spec.kv_cache_dtype)
     rewrite(model, facts=facts, spec=spec)
     plan = _page_plan(spec, model, request, dialect=facts.dialect.value)
     return _Prepared(model=model, plan=plan, tokenizer_files=tokenizer_files)

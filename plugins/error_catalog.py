@@ -67,7 +67,7 @@ _TEXTS: Final[dict[type[PagedTrtError], tuple[object, str]]] = {
     ),
     errors.KvPoolError: (
         "num_pages=3 cannot hold max_batch_size=2 sequences of max_kv_cache_capacity=200 tokens; "
-        "raise it to at least 4",
+        "raise it to at least 4: `--kv-pool-pages 4`",
         "Use the page count that the message asks for. The minimum is max_batch_size * "
         "ceil(max_kv_cache_capacity / 128); `paged-trt build ... --dry-run` shows it.",
     ),

@@ -124,12 +124,12 @@ class KvPoolSpec:
             raise KvPoolError(
                 f"num_pages={self.num_pages} cannot hold max_batch_size={self.max_batch_size} "
                 f"sequences of max_kv_cache_capacity={self.max_kv_cache_capacity} tokens; "
-                f"raise it to at least {minimum}"
+                f"raise it to at least {minimum}: `--kv-pool-pages {minimum}`"
             )
         if self.num_pages > MAX_KV_POOL_PAGES:
             raise KvPoolError(
                 f"num_pages={self.num_pages} is over the limit of {MAX_KV_POOL_PAGES}; "
-                "ask for fewer retained pages or fewer pool pages"
+                "lower `--kv-pool-pages` or `--retained-pages`"
             )
 
     @classmethod
@@ -154,7 +154,7 @@ class KvPoolSpec:
         """
         if retained_pages is not None and kv_pool_pages is not None:
             raise KvPoolError(
-                f"`retained_pages` ({retained_pages}) and `kv_pool_pages` ({kv_pool_pages}) "
+                f"`--retained-pages` {retained_pages} and `--kv-pool-pages` {kv_pool_pages} "
                 "exclude each other; give one of the two"
             )
         if kv_pool_pages is None:

@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_trt.plugins.attention import AttentionSpec
+from paged_trt.plugins.dtypes import KV_CACHE_DTYPES, DType
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.files import write_bytes
 from paged_trt.plugins.tensors import kv_scales_name
 
 Array = npt.NDArray[Any]
 _MAX_BYTES: Final = 2**26
+DTYPE_ENTRY: Final = "kv_cache_dtype"
+"""Entry of a scales file's metadata: the type of the pool that its scales are for."""
 
 
 def read_scales_file(path: Path) -> dict[str, Array]:
@@ -28,7 +31,10 @@ def read_scales_file(path: Path) -> dict[str, Array]:
     import safetensors.numpy
 
     if not path.is_file():
-        raise ConfigError(f"there is no file of KV scales at `{path}`; pass `--kv-scales FILE`")
+        raise ConfigError(
+            f"there is no file of KV scales at `{path}`; make one with "
+            "`paged-trt calibrate MODEL.onnx -o FILE` and pass it with `--kv-scales FILE`"
+        )
     if path.stat().st_size > _MAX_BYTES:
         raise ConfigError(
             f"`{path}` has {path.stat().st_size} bytes and scales need fewer than {_MAX_BYTES}; "
@@ -38,8 +44,31 @@ def read_scales_file(path: Path) -> dict[str, Array]:
         return dict(safetensors.numpy.load_file(path))
     except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
         raise ConfigError(
-            f"`{path}` is no safetensors file of float32 tensors ({error}); write it again"
+            f"`{path}` is no safetensors file of float32 tensors ({error}); make it again with "
+            "`paged-trt calibrate MODEL.onnx -o FILE`"
         ) from error
+
+
+def require_scales_for(path: Path, dtype: DType) -> None:
+    """Refuse scales of another quantised type: both fit every check, and one type saturates.
+
+    Args:
+        path: a scales file that `read_scales_file` has read.
+        dtype: type of the pool. A file that names none, as other tools write it, fits.
+
+    Raises:
+        ConfigError: the file says that its scales are for another type.
+    """
+    import safetensors
+
+    with safetensors.safe_open(path, framework="numpy") as file:
+        named = (file.metadata() or {}).get(DTYPE_ENTRY)
+    if named in {each.value for each in KV_CACHE_DTYPES - {dtype}}:
+        raise ConfigError(
+            f"`{path}` holds scales of a {named} KV cache and this one is {dtype.value}; pass "
+            f"`--kv-cache-dtype {named}`, or make others with `paged-trt calibrate MODEL.onnx -o "
+            f"FILE --kv-cache-dtype {dtype.value}`"
+        )
 
 
 def write_scales_file(
@@ -50,7 +79,7 @@ def write_scales_file(
     Args:
         path: the file; one that is there is replaced.
         scales: `kv_scales.{i}` -> `[2, num_kv_heads]` float32.
-        metadata: what they were made from, for people.
+        metadata: what they were made from, for people; `DTYPE_ENTRY` is checked by builds.
 
     Raises:
         OSError: the file cannot be written.

@@ -44,6 +44,7 @@ ENGINE_FILES: Final = (
 )
 """Every file that an engine directory may hold."""
 MAX_MANIFEST_BYTES: Final = 16 * 2**20
+_EDITED: Final = "the file is truncated or was edited: rebuild with `paged-trt build`"
 
 Sha256 = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Capability = Annotated[str, pydantic.StringConstraints(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}\+?$")]
@@ -160,22 +161,27 @@ class EngineManifest(_Record):
         for name in ("num_pages", "max_batch_size", "max_kv_cache_capacity", "max_pages_per_seq"):
             _require_equal(f"pool.{name}", getattr(pool, name), getattr(self.pool, name), where)
         _require_equal("build.abi_version", ABI_VERSION, self.build.abi_version, where)
-        _require_equal("tensors", self.spec.tensors(), self.tensors, where)
+        _require_equal_tensors(self.spec.tensors(), self.tensors, where)
         _require_equal("geometry_sha256", geometry_sha256(self.spec), self.geometry_sha256, where)
 
 
 def _require_equal(field: str, left: object, right: object, where: str) -> None:
-    if left == right:
-        return
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        for mine, theirs in zip(left, right, strict=False):
-            if mine != theirs:
-                raise SpecMismatchError(f"{field}.{mine.name}", mine, theirs, where=where)
-        left, right = f"{len(left)} entries", f"{len(right)} entries"
-    raise SpecMismatchError(field, left, right, where=where)
+    if left != right:
+        raise SpecMismatchError(field, left, right, where=where)
+
+
+def _require_equal_tensors(
+    left: tuple[TensorSpec, ...], right: tuple[TensorSpec, ...], where: str
+) -> None:
+    for mine, theirs in zip(left, right, strict=False):
+        found = _TENSORS_ADAPTER.dump_python(theirs, mode="json")
+        for part, value in _TENSORS_ADAPTER.dump_python(mine, mode="json").items():
+            _require_equal(f"tensors.{mine.name}.{part}", value, found[part], where)
+    _require_equal("tensors", f"{len(left)} entries", f"{len(right)} entries", where)
 
 
 _SPEC_ADAPTER: Final = pydantic.TypeAdapter(EngineSpec)
+_TENSORS_ADAPTER: Final = pydantic.TypeAdapter(TensorSpec)
 
 
 def geometry_sha256(spec: EngineSpec) -> str:
@@ -279,9 +285,11 @@ def read_manifest(directory: Path) -> EngineManifest:
     try:
         manifest = EngineManifest.model_validate_json(json.dumps(data))
     except pydantic.ValidationError as error:
-        raise ManifestError(f"{path} is no valid manifest: {_first_error(error)}") from error
+        raise ManifestError(
+            f"{path} is no valid manifest: {_first_error(error)}; {_EDITED}"
+        ) from error
     if manifest.model_dump(mode="json") != data:
-        raise ManifestError(f"{path} holds unknown or reformatted entries; rebuild the engine")
+        raise ManifestError(f"{path} holds unknown or reformatted entries; {_EDITED}")
     manifest.check(where=str(path))
     return manifest
 
@@ -321,17 +329,16 @@ def _read_json(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
-            raise ManifestError(f"{path} has {size} bytes, over the limit of {MAX_MANIFEST_BYTES}")
+            raise ManifestError(
+                f"{path} has {size} bytes, over the limit of {MAX_MANIFEST_BYTES}; {_EDITED}"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ManifestError(not_an_engine(path.parent)) from error
     except OSError as error:
-        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise ManifestError(
-            f"{path} is no JSON ({error}); the file is truncated or was edited: "
-            "rebuild with `paged-trt build`"
-        ) from error
+        raise ManifestError(f"{path} is no JSON ({error}); {_EDITED}") from error
 
 
 def _first_error(error: pydantic.ValidationError) -> str:

@@ -25,6 +25,18 @@ def not_a_model(path: Path) -> str:
     return f"there is no ONNX file at `{path}`; {hint}"
 
 
+def missing_data(path: Path) -> str:
+    """What to do where `path`, the data file that a model names, is missing."""
+    others = [each.name for each in _siblings(path) if each.suffix != MODEL_SUFFIX]
+    close = _close(path, others)
+    if close is None:
+        return "copy the data file beside the model"
+    return (
+        f"copy the data file beside the model; if `{close.name}` is that file, give it back the "
+        f"name `{path.name}`, by which the model knows it"
+    )
+
+
 def not_an_engine(path: Path) -> str:
     """Why `path` is no engine directory, and what to do."""
     build = "`paged-trt build MODEL.onnx -o ENGINE_DIR`"

@@ -285,7 +285,7 @@ def _tabled(activation: DType, kv_cache: DType) -> Tolerance:
             atol=0.0,
             rtol=_QUANTISED_LOGITS * error,
             tie_rtol=_QUANTISED_TIES * error,
-            reason=f"a {kv_cache.value} pool cannot meet the float16 tolerance: {why}",
+            reason=f"{kv_cache.value} pools cannot meet the float16 tolerance: {why}",
         )
     # A bfloat16 pool under float16 activations rounds as coarsely as bfloat16 activations.
     coarse = coarsest(activation, kv_cache)

@@ -67,6 +67,12 @@ class PagedEngineArgs(BaseArgs):  # type: ignore[misc] # Polygraphy has no types
         """Add a runner with this executor to the script."""
         model = self.arg_groups[ModelArgs].path
         folder = Path(self._engine) if self._engine else Path(model).parent
+        if (Path(model) / _MANIFEST).is_file():
+            G_LOGGER.critical(
+                f"{model} is an engine directory, and Polygraphy wants a file of it: pass "
+                f"{Path(model) / 'model.onnx'} for `--paged-ref`, or "
+                f"{Path(model) / 'model.plan'} for `--paged-trt`"
+            )
         if not (folder / _MANIFEST).is_file():
             G_LOGGER.critical(
                 f"{folder} is no engine directory: it has no {_MANIFEST}. Pass "

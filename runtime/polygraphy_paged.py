@@ -36,6 +36,11 @@ from paged_trt.runtime.executor import Executor, StepInputs
 from paged_trt.runtime.logical_kv import PagedExecutor, gather_kv, last_logits, poison_byte
 
 Array = npt.NDArray[Any]
+_OWN_STEPS = (
+    "feed steps of this engine: `paged-trt polygraphy ENGINE_DIR -o FOLDER`, then "
+    "`--data-loader-script FOLDER/load_data.py`"
+)
+"""What to do about a feed that is no step, such as one that Polygraphy made up."""
 
 
 class LoadPagedEngine(BaseLoader):  # type: ignore[misc] # Polygraphy has no types
@@ -111,9 +116,10 @@ class PagedRunner(BaseRunner):  # type: ignore[misc] # Polygraphy has no types
             `logits` `[N, vocab_size]` float32 of the last token of each sequence row, 0 where
             the row is padding, and the arrays of `gather_kv`.
         """
-        with _polygraphy_errors():
-            spec = self._executor.spec
+        spec = self._executor.spec
+        with _polygraphy_errors(remedy=_OWN_STEPS):
             inputs = step_inputs(spec, feed_dict)
+        with _polygraphy_errors():
             start = time.perf_counter()
             logits = self._executor.step(inputs)
             self.inference_time = time.perf_counter() - start
@@ -130,12 +136,12 @@ class PagedRunner(BaseRunner):  # type: ignore[misc] # Polygraphy has no types
 
 
 @contextlib.contextmanager
-def _polygraphy_errors() -> Iterator[None]:
-    """Our errors as Polygraphy reports its own: a message and no traceback."""
+def _polygraphy_errors(*, remedy: str = "") -> Iterator[None]:
+    """Our errors as Polygraphy reports its own: a message, with `remedy`, and no traceback."""
     try:
         yield
     except PagedTrtError as error:
-        G_LOGGER.critical(str(error))
+        G_LOGGER.critical(f"{error}; {remedy}" if remedy else str(error))
 
 
 def step_inputs(spec: EngineSpec, feeds: Mapping[str, Array]) -> StepInputs:
@@ -158,8 +164,7 @@ def step_inputs(spec: EngineSpec, feeds: Mapping[str, Array]) -> StepInputs:
     if num_seqs > spec.pool.max_batch_size or len(ids) > spec.max_token_rows:
         raise SequenceError(
             f"a step of {len(ids)} tokens and {num_seqs} sequence rows does not fit the engine's "
-            f"{spec.max_token_rows} and {spec.pool.max_batch_size}; make the steps for this "
-            "engine with `paged-trt polygraphy`"
+            f"{spec.max_token_rows} and {spec.pool.max_batch_size}"
         )
     if len(ids) and not 0 <= ids.min() <= ids.max() < spec.vocab_size:
         raise SequenceError(f"a token is outside the vocabulary of {spec.vocab_size}")
@@ -180,8 +185,7 @@ def _check_shapes(spec: EngineSpec, inputs: StepInputs) -> None:
     if (rows, len(inputs.position_ids)) != (num_seqs, num_tokens) or width > widest:
         raise SequenceError(
             f"the page table is {rows} x {width} for {num_seqs} sequence rows of at most {widest} "
-            f"pages, and {num_tokens} tokens have {len(inputs.position_ids)} positions; make the "
-            "steps for this engine with `paged-trt polygraphy`"
+            f"pages, and {num_tokens} tokens have {len(inputs.position_ids)} positions"
         )
 
 
@@ -204,4 +208,4 @@ def _check_pages(spec: EngineSpec, inputs: StepInputs) -> None:
                     f"{spec.pool.num_pages} pages"
                 )
     if (inputs.page_table == UNUSED_PAGE_ENTRY).all():
-        raise SequenceError("the page table names no page; leave out a step without a sequence")
+        raise SequenceError("the page table names no page, as in a step without a sequence")

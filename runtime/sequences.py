@@ -211,8 +211,11 @@ def check_prompt(
 
 
 def _as_ids(prompt_ids: Iterable[int]) -> npt.NDArray[np.int64]:
-    is_sequence = isinstance(prompt_ids, (Sequence, np.ndarray))
-    raw = np.asarray(prompt_ids if is_sequence else list(prompt_ids))
+    is_stream = isinstance(prompt_ids, Iterable) and not isinstance(
+        prompt_ids, (Sequence, np.ndarray)
+    )
+    # A lone number, of one prompt that should be a list of prompts, has no dimension.
+    raw = np.asarray(list(prompt_ids) if is_stream else prompt_ids)
     if raw.ndim != 1 or (raw.size and raw.dtype.kind not in "iu"):
         raise SequenceError(
             f"a prompt is one list of integer token ids, got shape {list(raw.shape)} of "

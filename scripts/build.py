@@ -126,6 +126,8 @@ def command(
     Example:
       paged-trt build model.onnx -o engine --max-batch-size 4 \\
           --max-input-len 512 --max-kv-cache-capacity 1024 --dry-run
+      paged-trt build model.onnx -o engine --max-batch-size 4 \\
+          --max-input-len 512 --max-kv-cache-capacity 1024 --check
     """
     if output is None and not dry_run:
         raise ConfigError("`-o ENGINE_DIR` is missing; pass it, or `--dry-run` to build nothing")

@@ -16,14 +16,14 @@ from rich.table import Table
 from paged_trt.builder.artifact import tokenizer_sources
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError, SequenceError
-from paged_trt.plugins.kv_scales import write_scales_file
+from paged_trt.plugins.kv_scales import DTYPE_ENTRY, write_scales_file
 from paged_trt.plugins.manifest import file_record
 from paged_trt.plugins.version import version
 from paged_trt.runtime.calibration import silent_heads
 from paged_trt.runtime.tokenizer import Tokenizer
 from paged_trt.scripts.calibration import Calibration, calibrate
 from paged_trt.scripts.calibration_prompts import BUILT_IN, read_prompt_file
-from paged_trt.scripts.error_output import plain
+from paged_trt.scripts.error_output import json_option, plain
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.prompts import read_prompts
 
@@ -74,7 +74,7 @@ from paged_trt.scripts.prompts import read_prompts
     show_default=True,
     help="Greedy tokens of each prompt.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+@json_option
 def command(
     model: Path,
     output: Path,
@@ -98,7 +98,7 @@ def command(
     \b
     Example:
       paged-trt calibrate model.onnx -o kv_scales.safetensors --kv-cache-dtype float8
-      paged-trt build model.onnx -o engine --max-batch-size 4 --max-input-len 512 \\
+      paged-trt build model.onnx -o engine-float8 --max-batch-size 4 --max-input-len 512 \\
           --max-kv-cache-capacity 1024 --kv-cache-dtype float8 \\
           --kv-scales kv_scales.safetensors
     """
@@ -107,7 +107,7 @@ def command(
     found = calibrate(model, prompts, DType(kv_cache_dtype), dtype=dtype, num_new_tokens=new_tokens)
     metadata = {
         "created_by": f"paged-trt {version()}",
-        "kv_cache_dtype": kv_cache_dtype,
+        DTYPE_ENTRY: kv_cache_dtype,
         "model_sha256": file_record(model).sha256,
         "tokens": str(found.maxima.num_tokens),
     }

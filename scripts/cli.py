@@ -97,10 +97,19 @@ def _log_level() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line: see `run_command`."""
+    return run_command(cli, arguments, name="paged-trt")
+
+
+def run_command(
+    command: click.Command, arguments: Sequence[str] | None = None, *, name: str | None = None
+) -> int:
+    """Run a command, with every error as one line, its code and an exit code.
 
     Args:
+        command: what to run.
         arguments: words after the program's name; those of the process when None.
+        name: the program's name in its help; `python -m MODULE` when None.
 
     Returns:
         Exit code: 0 ok, 1 a comparison failed, 2 usage, configuration or rewrite, 3 build,
@@ -111,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output()
     try:
         configure_logging(_log_level())
-        result = cli.main(arguments, prog_name="paged-trt", standalone_mode=False, obj=output)
+        result = command.main(arguments, prog_name=name, standalone_mode=False, obj=output)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
         return fail("interrupted", EXIT_INTERRUPTED, INTERRUPTED_CODE, output)

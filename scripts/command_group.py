@@ -8,7 +8,14 @@ import click
 
 
 class HintingGroup(click.Group):
-    """Answers an unknown name with the right one."""
+    """Answers an unknown name with the right one, and no name with the help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, but the help of a lone name is no error that quotes it."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(click.UsageError.exit_code)
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -239,8 +239,9 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _nothing_serves(diagnosis: Diagnosis) -> str:
+    # An error of ours says what to do already, behind its semicolon.
     reasons = [
-        f"{name}: {reason.found}" + ("" if "`paged-trt" in reason.found else f"; {reason.remedy}")
+        f"{name}: {reason.found}" + ("" if "; " in reason.found else f"; {reason.remedy}")
         for name, reason in diagnosis.executors.items()
         if reason is not None
     ]

@@ -198,7 +198,7 @@ def cache_finding() -> Finding:
         remedy = f"set {CACHE_VARIABLE} to a directory of yours"
         return Finding(topic=topic, status=NOTE, found=str(error), remedy=remedy)
     if not directory.is_dir():
-        return Finding(topic=topic, status=OK, found=f"{directory}, made at the first compile")
+        return _absent_cache(topic, directory)
     entries = list(directory.glob("*.cubin"))
     size = sum(_size(each) for each in entries)
     found = f"{directory}, {len(entries)} kernels, {size:,} bytes"
@@ -212,6 +212,22 @@ def cache_finding() -> Finding:
             remedy=f"`chmod go-w {directory}`, or set {CACHE_VARIABLE} to a directory of yours",
         )
     return Finding(topic=topic, status=OK, found=f"{found}, trusted; may be deleted at any time")
+
+
+def _absent_cache(topic: str, directory: Path) -> Finding:
+    """A cache that is not there yet: whether it can be made."""
+    above = (directory.absolute(), *directory.absolute().parents)
+    there = next(each for each in above if os.access(each, os.F_OK))
+    if there.is_dir() and os.access(there, os.W_OK):
+        return Finding(topic=topic, status=OK, found=f"{directory}, made at the first compile")
+    why = "may not be written" if there.is_dir() else "is no directory"
+    return Finding(
+        topic=topic,
+        status=NOTE,
+        found=f"{directory} cannot be made, for {there} {why}; kernels are compiled anew in every "
+        "process",
+        remedy=f"set {CACHE_VARIABLE} to a directory of yours",
+    )
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ import click
 
 from paged_trt.plugins.error_catalog import ErrorPage, pages
 from paged_trt.plugins.files import write_text
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.results import ROOT
 
 CATALOGUE: Final = ROOT / "plugins" / "errors.md"
@@ -48,11 +49,16 @@ def _exit(page: ErrorPage) -> str:
 
 @click.command()
 def main() -> None:
-    """Write the error catalogue; needs a checkout (`pip install -e .`)."""
-    if not CATALOGUE.parent.is_dir():
-        raise click.ClickException(f"there is no {CATALOGUE.parent}; run this in a checkout")
+    """Write the error catalogue; needs a checkout (`pip install -e .`).
+
+    \b
+    Example:
+      python -m paged_trt.scripts.error_pages
+    """
+    if not CATALOGUE.is_file():
+        raise click.ClickException(f"there is no {CATALOGUE}; run this in a checkout")
     write_text(CATALOGUE, render())
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

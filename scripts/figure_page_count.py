@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.results import ROOT
 
 FIGURE: Final = ROOT / "scripts" / "figures" / "page_count.svg"
@@ -203,11 +204,16 @@ def _arrow(axes: Any, start: HopBox, end: HopBox) -> None:
 
 @click.command()
 def main() -> None:
-    """Draw the figure; needs a checkout (`pip install -e .`) and the extra `plots`."""
+    """Draw the figure; needs a checkout (`pip install -e .`) and the extra `plots`.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.figure_page_count
+    """
     if not FIGURE.parent.is_dir():
         raise click.ClickException(f"there is no {FIGURE.parent}; run this in a checkout")
     write_figure(FIGURE)
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

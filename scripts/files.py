@@ -26,3 +26,16 @@ def require_writable(path: Path | None, *, option: str) -> None:
         raise ConfigError(f"{path.parent} may not be written; pass another place to `{option}`")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; pass the name of a file to `{option}`")
+
+
+def require_new_folder(path: Path) -> None:
+    """Refuse to write a folder of files over somebody's own.
+
+    Args:
+        path: folder to be made; an empty one may be there.
+
+    Raises:
+        ConfigError: a file, or a folder with files, is there.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"`{path}` is there already; delete it or pass another folder")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from paged_trt.plugins.errors import ConfigError, PackageMissingError
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.results import Results, read_results
 
 
@@ -54,9 +55,14 @@ def plot_loads(results: Results, path: Path) -> None:
 @click.argument("results", type=click.Path(path_type=Path))
 @click.argument("png", type=click.Path(path_type=Path))
 def main(results: Path, png: Path) -> None:
-    """Draw RESULTS, which `paged-trt bench serve` wrote, into the file PNG."""
+    """Draw RESULTS, which `paged-trt bench serve` wrote, into the file PNG.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.load_plot results.json load.png
+    """
     plot_loads(read_results(results), png)
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

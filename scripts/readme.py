@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.readme_kernels import kernel_table
 from paged_trt.scripts.results import ROOT, Results, read_results
 
@@ -206,11 +207,16 @@ def render(text: str, directory: Path = RESULTS) -> str:
 
 @click.command()
 def main() -> None:
-    """Write the README's tables; needs a checkout (`pip install -e .`)."""
+    """Write the README's tables; needs a checkout (`pip install -e .`).
+
+    \b
+    Example:
+      python -m paged_trt.scripts.readme
+    """
     if not README.is_file():
         raise click.ClickException(f"there is no {README}; run this in a checkout's environment")
     README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

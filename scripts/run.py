@@ -87,8 +87,9 @@ def command(
             recorder.take = session.snapshot
         notes = Console(stderr=True, highlight=False)
         notes.print(f"executor: {engine.name}", style="dim")
-        for note in engine.notes:
-            notes.print(plain(f"note: {note}"), style="dim")
+        unused = _unused(temperature, top_k=top_k, top_p=top_p, seed=seed)
+        for note in (*engine.notes, *unused):
+            notes.print(plain(f"note: {note}"), style="dim", soft_wrap=True)
         stream = None if as_json else _stream(prompts, tokenizer)
         with stream or contextlib.nullcontext():
             generations = session.generate(
@@ -101,6 +102,18 @@ def command(
         click.echo(json.dumps(_report(prompts, generations, tokenizer, engine.name), indent=2))
     elif isinstance(stream, _BatchStream):
         _show(prompts, generations, tokenizer)
+
+
+def _unused(temperature: float, *, top_k: int, top_p: float, seed: int | None) -> list[str]:
+    """A note on options that choose among draws where nothing is drawn."""
+    given = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--seed": seed is not None}
+    names = " and ".join(f"`{option}`" for option, is_given in given.items() if is_given)
+    if temperature != 0 or not names:
+        return []
+    return [
+        f"{names} changed nothing: `--temperature 0` takes the likeliest token; pass "
+        "`--temperature 1`, or less, to draw"
+    ]
 
 
 class _Text:

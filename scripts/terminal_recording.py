@@ -22,6 +22,7 @@ from rich.text import Text
 
 from paged_trt.plugins.errors import BuildError
 from paged_trt.plugins.files import write_text
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.results import ROOT
@@ -78,11 +79,16 @@ def write_recording(path: Path) -> None:
 
 @click.command()
 def main() -> None:
-    """Record the terminal; needs a checkout (`pip install -e .`)."""
+    """Record the terminal; needs a checkout (`pip install -e .`).
+
+    \b
+    Example:
+      python -m paged_trt.scripts.terminal_recording
+    """
     if not RECORDING.parent.is_dir():
         raise click.ClickException(f"there is no {RECORDING.parent}; run this in a checkout")
     write_recording(RECORDING)
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

@@ -20,7 +20,7 @@ from paged_trt.builder.onnx.save import inline_small_tensors
 from paged_trt.plugins.errors import ConfigError, OnnxRewriteError
 from paged_trt.plugins.fields import OP_DOMAIN
 from paged_trt.plugins.onnx_tensors import model_tensors
-from paged_trt.plugins.path_hints import not_a_model
+from paged_trt.plugins.path_hints import missing_data, not_a_model
 
 MINIMUM_OPSET = 18
 """Oldest ai.onnx opset that is read: below it, reductions and Split spell axes differently."""
@@ -289,7 +289,7 @@ def _data_file(location: str, folder: Path, name: str) -> Path:
         raise OnnxRewriteError(
             name,
             f"its data file `{location}` is missing from `{folder}`",
-            "copy the data file beside the model",
+            missing_data(folder / location),
         )
     if links > 1:
         # A hard link may be a file of another folder; the reader of weights refuses it as well.

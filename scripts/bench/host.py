@@ -57,7 +57,7 @@ def command(
 
     \b
     Example:
-      paged-trt bench host engine --batch 64 -o results.json
+      paged-trt bench host engine --steps 100 -o results.json
     """
     manifest = read_manifest(engine_dir)
     pool = manifest.spec.pool

@@ -80,7 +80,7 @@ def command(
     \b
     Example:
       paged-trt bench kernels --cells decode --quick
-      paged-trt bench kernels --peers --limit-s 90 -o results --plot
+      paged-trt bench kernels --peers --limit-s 90 -o . --plot
       paged-trt bench kernels --cells prefill --attention-plan gather
     """
     explicit = parse_attention_plan(attention_plan)

@@ -63,7 +63,7 @@ def command(
 
     \b
     Example:
-      paged-trt bench plans --limit-s 80 -o results
+      paged-trt bench plans --limit-s 80 -o .
       paged-trt bench plans --cells decode --match "1 x 16384"
     """
     cells = {

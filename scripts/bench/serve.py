@@ -89,7 +89,7 @@ def command(
 
     \b
     Example:
-      paged-trt bench serve engine --rate 1 --rate 4 --requests 200 -o results.json --plot load.png
+      paged-trt bench serve engine --rate 4 --rate 16 --requests 100 -o results.json --plot load.png
     """
     manifest = read_manifest(engine_dir)
     options = [

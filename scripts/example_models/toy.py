@@ -11,6 +11,7 @@ import numpy as np
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import ConfigError
+from paged_trt.scripts.cli import end, run_command
 from paged_trt.scripts.example_models.config import Dialect, LlamaConfig
 from paged_trt.scripts.example_models.graph import FloatArray
 from paged_trt.scripts.example_models.llama import write_llama
@@ -19,6 +20,7 @@ from paged_trt.scripts.example_models.tokenizer_files import (
     write_configs,
     write_tokenizer,
 )
+from paged_trt.scripts.files import require_new_folder
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
 TOY = LlamaConfig(
@@ -127,9 +129,10 @@ def main(out_dir: Path, dialect: str, seed: int) -> None:
     Example:
       python -m paged_trt.scripts.example_models.toy toy
     """
+    require_new_folder(out_dir)
     write_toy(out_dir, dialect, seed=seed)
     click.echo(f"wrote {out_dir}")
 
 
 if __name__ == "__main__":
-    main()
+    end(run_command(main))

@@ -55,7 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    packing = commands.add_parser("pack", help="download and split, on a machine with a network")
+    packing = _add_command(
+        commands, "pack", "download and split, on a machine with a network",
+        example="pack .whl/host --example-model",
+    )  # fmt: skip
     packing.add_argument("output", type=Path, help="folder to write; must be empty or missing")
     packing.add_argument("--python", default="3.12", help="Python of the host [%(default)s]")
     packing.add_argument(
@@ -64,11 +67,34 @@ def make_parser() -> argparse.ArgumentParser:
     packing.add_argument(
         "--example-model", action="store_true", help="also what `run --model smollm2` needs"
     )
-    unpacking = commands.add_parser("unpack", help="join, check and install, on the host")
+    unpacking = _add_command(
+        commands, "unpack", "join, check and install, on the host",
+        example="unpack .whl/host .venv-host",
+    )  # fmt: skip
     unpacking.add_argument("source", type=Path, help="what `pack` wrote")
     unpacking.add_argument("target", type=Path, help="folder to install into, for PYTHONPATH")
-    _add_run_options(commands.add_parser("run", help="tests, engines, benchmarks, on the host"))
+    running = _add_command(
+        commands, "run", "tests, engines, benchmarks, on the host",
+        example="run results --model smollm2",
+    )  # fmt: skip
+    _add_run_options(running)
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    *,
+    example: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=f"Example:\n  python -m paged_trt.scripts.gpu_host {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -48,13 +48,23 @@ POLYGRAPHY: Final = "import sys; from polygraphy.tools import main; sys.exit(mai
 
 @click.group()
 def main() -> None:
-    """Golden files for an engine on a GPU."""
+    """Golden files for an engine on a GPU.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.gpu_host.golden make golden.tar.xz
+    """
 
 
 @main.command()
 @click.argument("archive", type=click.Path(path_type=Path))
 def make(archive: Path) -> None:
-    """Build engines, save golden files and write both as ARCHIVE, such as golden.tar.xz."""
+    """Build engines, save golden files and write both as ARCHIVE, such as golden.tar.xz.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.gpu_host.golden make golden.tar.xz
+    """
     require_writable(archive, option="ARCHIVE")
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder, "golden.tar.xz")
@@ -97,7 +107,12 @@ def _make_one(folder: Path, name: str, tar: tarfile.TarFile) -> None:
 @click.option("--device", type=int, default=0)
 @click.option("--commit", "tree")
 def check(archive: Path, *, output: Path, on_cpu: bool, device: int, tree: str | None) -> None:
-    """Hold plans against the golden files in ARCHIVE; exit 1 where one differs."""
+    """Hold plans against the golden files in ARCHIVE; exit 1 where one differs.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.gpu_host.golden check golden.tar.xz -o results
+    """
     output.mkdir(parents=True, exist_ok=True)
     path = results_path(output, "polygraphy", device=device)
     rows: list[dict[str, Any]] = []

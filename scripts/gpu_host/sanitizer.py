@@ -145,6 +145,10 @@ def main(
     """Run GPU tests under compute-sanitizer; exit 1 where it saw an error.
 
     The results file is written anew as each process ends.
+
+    \b
+    Example:
+      python -m paged_trt.scripts.gpu_host.sanitizer -o results --tool memcheck
     """
     output.mkdir(parents=True, exist_ok=True)
     groups = {"given": tests} if tests else SELECTION

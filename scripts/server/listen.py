@@ -37,7 +37,10 @@ def read_key(*, file: Path | None, variable: str | None) -> str | None:
         try:
             text, place = file.read_text(encoding="utf-8"), str(file)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key in {file}: {error}") from error
+            raise ConfigError(
+                f"cannot read the API key in {file}: {error}; write one there, such as the output "
+                "of `openssl rand -hex 32`"
+            ) from error
     elif variable is not None:
         text, place = os.environ.get(variable, ""), f"the environment variable {variable}"
     else:

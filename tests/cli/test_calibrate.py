@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def test_the_file_is_what_a_build_takes(
     )
     plan = plan_build(BuildRequest(model=model, target=None, config=config))
     assert plan.spec.kv_cache_dtype is DType(kv)
+    other = {"float8": "int8", "int8": "float8"}[kv]
+    wrong = dataclasses.replace(config, kv_cache_dtype=other)
+    message = f"holds scales of a {kv} KV cache and this one is {other}.*--kv-cache-dtype {other}"
+    with pytest.raises(ConfigError, match=message):
+        plan_build(BuildRequest(model=model, target=None, config=wrong))
 
 
 def test_the_held_out_prompts_do_not_make_the_scales(model: Path) -> None:
@@ -145,6 +151,14 @@ def test_what_cannot_work_is_refused_and_writes_nothing(
     assert main(["calibrate", str(model), "-o", str(path), *words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_is_json_where_the_report_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["calibrate", str(tmp_path / "none.onnx"), "-o", str(tmp_path / "scales"), "--json"]
+    assert main([*words, "--input-ids", "1", "--input-ids", "2"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "PTRT-C001"
 
 
 def test_no_folder_for_the_file_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,16 @@ def test_help_has_an_example(words: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert " ".join(("paged-trt", *words)) in example
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]], ids=["paged-trt", "bench"])
+def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == text
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -92,10 +102,13 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [
-        (["--kv-pool-pages=3"], ["3", "at least 4"]),
+        (["--kv-pool-pages=3"], ["3", "at least 4", "`--kv-pool-pages 4`"]),
         ([f"--kv-pool-pages={MAX_KV_POOL_PAGES + 1}"], [str(MAX_KV_POOL_PAGES)]),
         (["--retained-pages=-1"], ["-1"]),
-        (["--retained-pages=1", "--kv-pool-pages=9"], ["exclude each other"]),
+        (
+            ["--retained-pages=1", "--kv-pool-pages=9"],
+            ["`--kv-pool-pages` 9", "exclude each other"],
+        ),
         (["--max-batch-size=0"], ["0"]),
         (["--max-batch-size=-4"], ["-4"]),
         ([f"--max-kv-cache-capacity={MAX_KV_CACHE_CAPACITY + 1}"], [str(MAX_KV_CACHE_CAPACITY)]),
@@ -103,8 +116,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-input-len=201"], ["201", "200"]),
         (["--max-num-tokens=0"], ["0"]),
         (["--max-num-tokens=2147483647"], ["2147483647", "lower it"]),
-        (["--kv-cache-dtype=int8"], ["--kv-scales"]),
+        (["--kv-cache-dtype=int8"], ["--kv-scales", "`paged-trt calibrate"]),
         (["--kv-scales=missing.safetensors"], ["--kv-scales"]),
+        (["--kv-cache-dtype=int8", "--kv-scales=missing"], ["missing", "`paged-trt calibrate"]),
         (["--attention-plan=split:100"], ["100", "128"]),
         (["--attention-plan=fastest"], ["fastest"]),
         (["--attention-plan=cluster:3"], ["2, 4 or 8", "3"]),
@@ -483,6 +497,21 @@ def test_run_draws_the_same_tokens_from_the_same_seed(
     assert "`top_p` must be over 0" in fails(
         capsys, 2, "run", engine, "--input-ids", "1", "--top-p=0"
     )
+
+
+def test_options_of_a_draw_are_no_secret_where_nothing_is_drawn(
+    engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", str(engine), "--input-ids", "1", "--max-new-tokens=1", "--executor=reference"]
+    for options, note in (
+        (["--top-k=5", "--seed=0"], "`--top-k` and `--seed` changed nothing"),
+        (["--top-p=0.5"], "`--top-p` changed nothing"),
+        (["--top-p=0.5", "--temperature=1"], None),
+        ([], None),
+    ):
+        assert main([*words, *options]) == 0
+        text = capsys.readouterr().err
+        assert note in text if note else "changed nothing" not in text
 
 
 def test_bench_host_times_a_full_batch(

@@ -249,6 +249,30 @@ def test_a_probe_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch
     assert "this machine is busy" in slow["error"]["message"]
 
 
+def test_a_cache_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, {})
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "new" / "cache"))
+    assert finding(diagnosed(capsys, 0), "kernel cache")["status"] == OK
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "cache"):
+        monkeypatch.setenv(CACHE_VARIABLE, str(place))
+        found = finding(diagnosed(capsys, 0), "kernel cache")
+        assert found["status"] == NOTE
+        assert f"{tmp_path / 'file'} is no directory" in found["found"]
+        assert CACHE_VARIABLE in found["remedy"]
+
+
+def test_the_verdict_names_one_remedy_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = error("PTRT-U004", "onnxruntime is missing; install it")
+    answer(monkeypatch, {"onnxruntime": missing, "device": error("PTRT-U002", "no driver")})
+    message = diagnosed(capsys, 2)["error"]["message"]
+    assert "reference: onnxruntime is missing; install it | tensorrt: no driver; Run on" in message
+
+
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_a_cache_that_others_may_write_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -155,7 +155,7 @@ def test_quantised_pools_have_wider_tolerances_that_say_so() -> None:
     for dtype in (DType.INT8, DType.FLOAT8):
         wide = tolerance_for(small_spec(DType.FLOAT16, dtype))
         assert wide.rtol > plain.rtol
-        assert f"a {dtype.value} pool cannot meet the float16 tolerance" in wide.reason
+        assert f"{dtype.value} pools cannot meet the float16 tolerance" in wide.reason
 
 
 def test_bfloat16_pool_rounds_as_bfloat16() -> None:

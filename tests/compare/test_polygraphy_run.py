@@ -246,6 +246,23 @@ def test_a_step_that_would_leave_the_pool_is_refused(
         runner.infer(step)
 
 
+def test_data_that_polygraphy_invents_is_refused_with_the_loader_to_use(
+    golden: Check, run: Run
+) -> None:
+    code, output = run(["run", str(golden.engine / "model.onnx"), "--paged-ref"])
+    assert code == 1
+    assert "must rise from 0" in output
+    assert "`--data-loader-script FOLDER/load_data.py`" in output
+    assert "Traceback" not in output
+
+
+def test_an_engine_directory_in_the_place_of_its_model_is_named(golden: Check, run: Run) -> None:
+    code, output = run(["run", str(golden.engine), "--paged-ref"])
+    assert code == 1
+    assert f"pass {golden.engine / 'model.onnx'} for `--paged-ref`" in output
+    assert "Traceback" not in output
+
+
 def test_folder_without_an_engine_is_named(golden: Check, run: Run) -> None:
     code, output = run(["run", str(golden.folder / "model.onnx"), "--paged-ref"])
     assert code == 1

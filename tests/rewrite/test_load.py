@@ -103,9 +103,17 @@ def test_range_of_external_data(folder: Path, key: str, value: str) -> None:
         load_model(path)
 
 
+def test_renamed_data_file(folder: Path) -> None:
+    (folder / "model.onnx.data").rename(folder / "llama.onnx.data")
+    with pytest.raises(
+        OnnxRewriteError, match=r"`llama.onnx.data` is that file.*`model.onnx.data`"
+    ):
+        load_model(folder / "model.onnx")
+
+
 def test_missing_data_file(folder: Path) -> None:
     (folder / "model.onnx.data").unlink()
-    with pytest.raises(OnnxRewriteError, match="is missing from"):
+    with pytest.raises(OnnxRewriteError, match=r"is missing from .*; copy the data file beside"):
         load_model(folder / "model.onnx")
 
 

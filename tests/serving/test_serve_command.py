@@ -146,6 +146,7 @@ def test_the_key_comes_from_a_variable_that_the_user_names(engine_dir: Path) -> 
         (["--port=70000"], "port"),
         (["--api-key-env=NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE holds no API key"),
         (["--api-key-file=/nonexistent"], "/nonexistent"),
+        (["--api-key-file=/nonexistent"], "openssl rand"),
         (["--api-key-file=/nonexistent", "--api-key-env=A"], "exclude each other"),
         (["--drain-seconds=-1"], "drain-seconds"),
         (["--max-waiting=0"], "max-waiting"),

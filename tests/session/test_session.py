@@ -53,12 +53,14 @@ def assert_untouched(session: Session) -> None:
         ([1, -1], 1, "token -1 at position 1 is outside the vocabulary of 96"),
         ([1.0, 2.0], 1, "integer token ids, got shape .* of float64"),
         ([[1, 2]], 1, "integer token ids, got shape .*1, 2"),
+        # One list where a list of lists belongs.
+        (1, 1, r"one list of integer token ids, got shape \[\] of int64"),
         ([1], 0, "`max_new_tokens` must be an int from 1, got 0"),
         ([1], True, "`max_new_tokens` must be an int from 1, got True"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_changes(
-    session: Session, prompt: list[Any], count: int, message: str
+    session: Session, prompt: Any, count: int, message: str
 ) -> None:
     with pytest.raises(SequenceError, match=message):
         session.add(prompt, count)

@@ -191,6 +191,19 @@ def test_a_tampered_manifest_is_refused(
     with pytest.raises(error) as caught:
         read_manifest(tmp_path)
     assert caught.value.exit_code == 4
+    # For people: the next step, and no Python object.
+    assert "`paged-trt build`" in str(caught.value)
+    assert "TensorSpec" not in str(caught.value)
+
+
+def test_a_tampered_tensor_is_named_with_both_values(tmp_path: Path) -> None:
+    data = json.loads(_manifest({}).to_json())
+    data["tensors"][5]["dtype"] = "bfloat16"
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(SpecMismatchError) as caught:
+        read_manifest(tmp_path)
+    name = data["tensors"][5]["name"]
+    assert (caught.value.field, caught.value.right) == (f"tensors.{name}.dtype", "bfloat16")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\x00", '{"schema_version": 2}'])
