@@ -1,7 +1,8 @@
 // Decode, balanced: the blocks that the device holds at once share the keys of the whole batch
 // evenly; whoever finishes a (sequence, block of heads) that several share merges it.
 //
-// Grid: (num_blocks).
+// Grid: (num_blocks, or one block for each (sequence, block of heads) where those are more). Blocks
+// beyond num_blocks have work where nothing is shared.
 #include "decode_counter.cuh"
 #include "decode_schedule.cuh"
 
@@ -57,8 +58,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_per_multiprocessor(kWarps)
                               kFeatures, true>;
   static_assert(kChunkTokens % Config::kTokens == 0, "a step does not cross a cut");
   __shared__ CounterShared<Config> shared;
-  constexpr int kPieceCost = (kFeatures & kDearPieces) != 0 ? kDearPieceCost : kUsualPieceCost;
-  __shared__ Schedule<DecodeCounterArgs, kPieceCost> schedule;
+  __shared__ Schedule<DecodeCounterArgs> schedule;
   allow_next_kernel();
   if (threadIdx.x < 32) schedule.begin(args, args.num_kv_heads * Config::kHeadBlocks);
   __syncthreads();

@@ -13,8 +13,6 @@ constexpr int kRopeFeature = 4;
 // What a benchmark may ask for besides, in the same number: no layer does. Off, they change no
 // instruction.
 constexpr int kOtherDepth = 8;  // of decode: one step in flight instead of two, or two instead of one
-constexpr int kWideMerge = 16;  // of a counter: more partials in flight while they are merged
-constexpr int kDearPieces = 32;  // of a balanced decode: a piece counts as twice as dear
 
 // Tiles of 16 tokens in one step of a warp: 8 KB of keys and values in flight, which is what
 // hides the memory's latency, as long as the scores of a step do not take the registers back.
@@ -73,10 +71,10 @@ struct DecodeConfig {
                             kAccumulators + (kHoldQuery ? kQueryRegisters : 0));
 
   static constexpr int kValueVectors = kValueDim / 4;  // of four elements
-  // A thread that merges a vector alone has more partials to wait for than one that has help.
+  // A thread that merges a vector alone has more partials to wait for than one that has help. A
+  // balanced block has the next piece's keys in its registers meanwhile: more would spill.
   static constexpr bool kMergesAlone = kThreads < 2 * kUsedHeads * kValueVectors;
-  static constexpr int kPartialsInFlight =
-      (kFeatures & kWideMerge) == 0 ? 4 : kMergesAlone ? 16 : 8;  // per thread
+  static constexpr int kPartialsInFlight = kPreferDeep ? 4 : kMergesAlone ? 16 : 8;  // per thread
 };
 
 }  // namespace paged_trt

@@ -3,7 +3,8 @@
 // Every block derives its own run from the lengths, so there is no kernel ahead, no copy to the
 // host and nothing that a captured graph would freeze. A run may cover the end of one column, a
 // (sequence, block of heads), several whole ones and the start of another. Where the lengths are
-// so even that whole columns do it as well, nothing is cut and nothing has to be merged.
+// so even that whole columns do it as well, nothing is cut and nothing has to be merged: there is a
+// block for each column, and multiprocessors that read faster get more of them.
 #pragma once
 
 #include "partitions.cuh"
@@ -14,8 +15,7 @@ namespace paged_trt {
 // Runs are cut between chunks of this many tokens; a step of a warp never crosses one.
 constexpr int kChunkTokens = 64;
 // What a piece costs besides its chunks, in chunks: its first loads and its merge.
-constexpr int kUsualPieceCost = 2;
-constexpr int kDearPieceCost = 4;
+constexpr int kPieceCost = 2;
 
 // Part of the keys of one column, all of them where it has no neighbours.
 struct Piece {
@@ -27,7 +27,7 @@ struct Piece {
 
 // One warp makes the pieces, one ahead of what the block needs; all of it is in shared memory, so
 // that it takes no registers from the keys in flight.
-template <class Args, int kPieceCost = kUsualPieceCost>
+template <class Args>
 class Schedule {
  public:
   // `columns` is the number of blocks of heads of a sequence. The first warp calls it.
@@ -35,9 +35,12 @@ class Schedule {
     const Costs costs = sum_costs(args);
     const int64_t total = static_cast<int64_t>(costs.sum) * columns;
     const int64_t num_columns = static_cast<int64_t>(costs.count) * columns;
-    const int64_t even = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(1));
+    const int64_t sharing = args.num_blocks;  // of the grid's blocks, the first ones
+    const int64_t even = max((total + sharing - 1) / sharing, static_cast<int64_t>(1));
     const int64_t whole = (num_columns + gridDim.x - 1) / gridDim.x;
-    const bool cuts = whole * costs.most > even + even / 32;
+    // Of several rounds the last may leave more blocks without work: the others then read faster.
+    const int64_t rounds = (num_columns + sharing - 1) / sharing;
+    const bool cuts = rounds * costs.most > even + even / (rounds > 1 ? 16 : 32);
     const int64_t run = cuts ? even : whole, all = cuts ? total : num_columns;
     const int64_t unit = min(run * blockIdx.x, all), end = min(unit + run, all);
     if (threadIdx.x == 0) {

@@ -188,9 +188,9 @@ def kernel_grid(
         return (-(-step.num_tokens * WARP_LANES // build.threads), parts, 1)
     if key.path is KernelPath.MERGE:
         return (num_kv_heads * key.group_size, sequences, 1)
-    if key.path is KernelPath.DECODE_BALANCED:
-        return (partitions, 1, 1)
     head_blocks = -(-key.group_size // (HEADS_PER_TILE * build.head_tiles))
+    if key.path is KernelPath.DECODE_BALANCED:
+        return (max(partitions, step.num_seqs * num_kv_heads * head_blocks), 1, 1)
     return (partitions * head_blocks, num_kv_heads, sequences)
 
 

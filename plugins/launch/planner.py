@@ -25,6 +25,7 @@ from paged_trt.plugins.launch.gather import (
 from paged_trt.plugins.launch.kernels_prefill_sm90 import COUNTER_BYTES, plan_prefill
 from paged_trt.plugins.launch.plans import (
     CLUSTER_BLOCKS,
+    MOST_COUNTER_BLOCKS,
     AttentionPlan,
     Balanced,
     Cluster,
@@ -65,8 +66,9 @@ FULL_CLUSTERS: Final = 0.75
 CLUSTER_SHARES: Final = {2: 1.0, 4: 0.75, 8: 0.5}
 """Share of the blocks that the device holds up to which clusters of a size run at once: a cluster
 needs all of its blocks in one group of multiprocessors, and groups are of uneven sizes."""
-MOST_HEURISTIC_BLOCKS: Final = 36
-"""Beyond so many partials a merge kernel is faster than one last block."""
+MOST_MERGED_ELEMENTS: Final = 12288
+"""Value elements of all partials of a (sequence, key head) beyond which a merge kernel is faster
+than one last block: of 16 x 4 heads x 128 the block was (2%), of 16 x 8 x 128 the kernel (4%)."""
 MOST_SLOTS: Final = 2 * 2 * MOST_MULTIPROCESSORS
 """Partials that no heuristic plan passes: two of each of two blocks on every
 multiprocessor of a balanced decode."""
@@ -251,7 +253,8 @@ def _heuristic(request: AttentionPlanRequest) -> AttentionPlan:
     blocks = min(blocks, pages)
     if tokens <= DIRECT_TOKENS or blocks < 2:
         return Direct()
-    if blocks <= MOST_HEURISTIC_BLOCKS:
+    elements = blocks * block_heads(attention) * attention.value_head_dim
+    if blocks <= MOST_COUNTER_BLOCKS and elements <= MOST_MERGED_ELEMENTS:
         return Counter(blocks=blocks)
     # Whole pages: a partition of that many tokens, rounded up to its last page.
     partition = tokens_in_pages(pages_for_tokens(-(-tokens // blocks)))

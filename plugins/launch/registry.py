@@ -78,33 +78,24 @@ class KernelVariant:
         warps: of a decode block; None: as engines have it.
         other_depth: of a decode: one step of a warp in flight where engines have two, two where
             they have one.
-        is_wide: more partials in flight while a counter's are merged.
-        dear_pieces: a balanced decode thinks that a piece costs twice as much, and cuts less.
     """
 
     warps: int | None = None
     other_depth: bool = False
-    is_wide: bool = False
-    dear_pieces: bool = False
 
     def bits(self, path: KernelPath) -> int:
         """What it adds to the number of a kernel's features, as in `kernels/decode_config.cuh`."""
         if path not in DECODE_PATHS:
             return 0
-        is_dear = self.dear_pieces and path is KernelPath.DECODE_BALANCED
-        return _OTHER_DEPTH * self.other_depth | _WIDE_MERGE * self.is_wide | _DEAR_PIECES * is_dear
+        return _OTHER_DEPTH * self.other_depth
 
     def __str__(self) -> str:
         words = [f"{self.warps} warps"] if self.warps else []
         words += ["other depth"] if self.other_depth else []
-        words += ["wide"] if self.is_wide else []
-        words += ["dear pieces"] if self.dear_pieces else []
         return ", ".join(words)
 
 
 _OTHER_DEPTH: Final = 8
-_WIDE_MERGE: Final = 16
-_DEAR_PIECES: Final = 32
 USUAL: Final = KernelVariant()
 """What engines run."""
 

@@ -92,18 +92,11 @@ def _shared(request: AttentionPlanRequest, slots: int) -> Iterator[AttentionPlan
 
 
 def variants_of(request: AttentionPlanRequest, best: Iterable[Candidate]) -> list[Candidate]:
-    """Kernels of these candidates: another depth, a wider merge, a schedule that cuts less."""
-    found = []
-    for each in best:
-        for other_depth, is_wide in ((True, False), (False, True), (True, True)):
-            # A balanced block has no registers left while it merges: it would spill.
-            if is_wide and not isinstance(each.plan, Counter):
-                continue
-            variant = dataclasses.replace(each.variant, other_depth=other_depth, is_wide=is_wide)
-            found.append(dataclasses.replace(each, variant=variant))
-        if isinstance(each.plan, Balanced):
-            variant = dataclasses.replace(each.variant, dear_pieces=True)
-            found.append(dataclasses.replace(each, variant=variant))
+    """Kernels of these candidates with another depth."""
+    found = [
+        dataclasses.replace(each, variant=dataclasses.replace(each.variant, other_depth=True))
+        for each in best
+    ]
     return _runnable(request, found)
 
 

@@ -1,9 +1,8 @@
 // Prints the pieces of every block of a batch, as decode_schedule.cuh makes them on the device.
 //
-// Input, as often as there is one: blocks columns window table_width num_seqs num_real, then
-// num_seqs lengths before the step; sequences from num_real on are padding. Output: a line of
+// Input, as often as there is one: sharing_blocks grid columns window table_width num_seqs num_real,
+// then num_seqs lengths before the step; sequences from num_real on are padding. Output: a line of
 // "block sequence column first end first_block num_blocks index" per piece, then "done".
-// With any argument a piece counts as dear.
 #include <cstdio>
 #include <iostream>
 
@@ -11,17 +10,16 @@
 #include "decode_schedule.cuh"
 
 struct Batch {
-  int num_seqs, window, table_width;
+  int num_seqs, window, table_width, num_blocks;
   const int* past_lens;
   const int* query_start_offsets;
 };
 
-template <int kPieceCost>
-void print_schedules() {
-  static paged_trt::Schedule<Batch, kPieceCost> schedule;
+int main() {
+  static paged_trt::Schedule<Batch> schedule;
   int blocks, columns, num_real;
   Batch batch;
-  while (std::cin >> blocks >> columns >> batch.window >> batch.table_width >> batch.num_seqs >>
+  while (std::cin >> batch.num_blocks >> blocks >> columns >> batch.window >> batch.table_width >> batch.num_seqs >>
          num_real) {
     std::vector<int> past(batch.num_seqs), offsets(batch.num_seqs + 1);
     for (int& length : past) std::cin >> length;
@@ -40,13 +38,5 @@ void print_schedules() {
       }
     }
     std::puts("done");
-  }
-}
-
-int main(int count, char**) {
-  if (count > 1) {
-    print_schedules<paged_trt::kDearPieceCost>();
-  } else {
-    print_schedules<paged_trt::kUsualPieceCost>();
   }
 }

@@ -34,8 +34,13 @@ class Batch:
 
     @property
     def text(self) -> str:
-        head = (self.blocks, self.columns, self.window, self.table_width, len(self.past))
+        head = (self.blocks, self.grid, self.columns, self.window, self.table_width, len(self.past))
         return " ".join(map(str, (*head, self.num_real, *self.past)))
+
+    @property
+    def grid(self) -> int:
+        """As `kernel_grid` has it."""
+        return max(self.blocks, self.columns * len(self.past))
 
     def visible(self, sequence: int) -> tuple[int, int]:
         end = min(self.past[sequence], self.table_width * PAGE - 1) + 1
@@ -71,10 +76,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def pieces_of(program: Path, batches: list[Batch], *arguments: str) -> list[list[Piece]]:
+def pieces_of(program: Path, batches: list[Batch]) -> list[list[Piece]]:
     text = "\n".join(batch.text for batch in batches)
     output = subprocess.run(
-        [program, *arguments], input=text, check=True, capture_output=True, text=True, timeout=300
+        [program], input=text, check=True, capture_output=True, text=True, timeout=300
     ).stdout
     found: list[list[Piece]] = [[]]
     for line in output.splitlines():
@@ -135,22 +140,17 @@ def test_every_key_is_read_once_and_every_block_knows_its_neighbours(program: Pa
         check(batch, pieces)
 
 
-def test_dear_pieces_are_fewer(program: Path) -> None:
-    random_ = random.Random(1)  # noqa: S311 - a fixed sample
-    batches = [random_batch(random_) for _ in range(10)]
-    usual, dear = pieces_of(program, batches), pieces_of(program, batches, "dear")
-    for batch, pieces in zip(batches, dear, strict=True):
-        check(batch, pieces)
-    assert sum(map(len, dear)) < sum(map(len, usual))
-
-
 def test_even_batches_are_not_cut_and_ragged_ones_are_shared_evenly(program: Path) -> None:
     even = Batch(264, 8, -1, 128, (16383,) * 32, 32)
     lengths = tuple(int(256 * 64 ** (i / 31)) - 1 for i in range(32))
     ragged = Batch(264, 8, -1, 128, lengths, 32)
-    whole, shared = pieces_of(program, [even, ragged])
+    many = Batch(264, 8, -1, 128, (16383,) * 128, 128)
+    whole, shared, rounds = pieces_of(program, [even, ragged, many])
     assert len(whole) == 256
     assert {piece.num_blocks for piece in whole} == {1}
+    # A block for each column, of which multiprocessors take as many as they can read.
+    check(many, rounds)
+    assert sorted(piece.block for piece in rounds) == [*range(1024)]
     check(ragged, shared)
     tokens: dict[int, int] = defaultdict(int)
     for piece in shared:

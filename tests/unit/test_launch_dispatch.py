@@ -177,6 +177,15 @@ def test_many_direct_blocks_are_small() -> None:
     assert driver.launches[1].grid == (1, 2, 67)
 
 
+def test_a_balanced_decode_has_a_block_for_each_column_of_many() -> None:
+    driver = FakeDriver()
+    prepare(driver, make_request(200, 200), "balanced").launch(1)
+    append, decode = driver.launches
+    assert decode.grid == (200 * 2, 1, 1)
+    assert decode.args["num_blocks"] == 264  # so many share keys, where lengths differ
+    assert append.args["num_counters"] == 200 * 2
+
+
 def test_a_cluster_is_launched_as_one() -> None:
     driver = FakeDriver()
     prepare(driver, make_request(), "cluster:4").launch(1)

@@ -205,6 +205,27 @@ def test_measured_shapes(
     assert found == [on_sm_90, elsewhere]
 
 
+# sequences, tokens, key heads, group, value head dim
+MANY_PARTIALS = [
+    (1, 4096, 8, 4, 128, "counter:16"),
+    (1, 4096, 8, 8, 128, "split:256:256"),
+    (1, 16384, 8, 8, 128, "split:1024:1024"),
+    (1, 4096, 4, 7, 128, "split:128:128"),
+    (1, 4096, 2, 8, 128, "split:128:128"),
+    (1, 16384, 8, 4, 256, "split:512:512"),
+    (8, 4096, 8, 4, 256, "counter:4"),
+]
+
+
+@pytest.mark.parametrize("case", MANY_PARTIALS, ids=str)
+def test_many_partials_have_a_merge_kernel(case: tuple[int, int, int, int, int, str]) -> None:
+    num_seqs, tokens, kv_heads, group, value_dim, plan = case
+    request = make_request(
+        num_seqs, tokens // PAGE, kv_heads=kv_heads, group=group, value_dim=value_dim, arch="sm_80"
+    )
+    assert str(HEURISTIC.plan(request).plan) == plan
+
+
 def test_plans_that_exist_hold_the_workspace_of_this_version() -> None:
     """The size is written into a plan when it is built: larger needs a new ABI_VERSION."""
     split = PolicyPlanner(explicit=SplitKv(partition_tokens=256, threshold_tokens=256))

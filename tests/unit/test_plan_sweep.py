@@ -313,10 +313,10 @@ KEY = KernelKey(
     ("path", "variant", "name", "threads"),
     [
         (KernelPath.DECODE_COUNTER, KernelVariant(), "4, 8, 1, 0>", 256),
-        (KernelPath.DECODE_COUNTER, KernelVariant(warps=4, is_wide=True), "4, 4, 1, 16>", 128),
+        (KernelPath.DECODE_COUNTER, KernelVariant(warps=4, other_depth=True), "4, 4, 1, 8>", 128),
         (KernelPath.DECODE_DIRECT, KernelVariant(warps=8, other_depth=True), "4, 8, 1, 8>", 256),
-        (KernelPath.APPEND, KernelVariant(is_wide=True, warps=8), "128, 128, 0>", 128),
-        (KernelPath.MERGE, KernelVariant(is_wide=True), "merge<__nv_bfloat16, 128>", 128),
+        (KernelPath.APPEND, KernelVariant(other_depth=True, warps=8), "128, 128, 0>", 128),
+        (KernelPath.MERGE, KernelVariant(other_depth=True), "merge<__nv_bfloat16, 128>", 128),
     ],
 )
 def test_a_variant_is_another_instance(
@@ -333,7 +333,6 @@ def test_variants_fit_their_plans() -> None:
              SplitKv(partition_tokens=128, threshold_tokens=128))  # fmt: skip
     for plan in every:
         found = variants_of(request, [Candidate(plan=plan)])
-        assert any(each.variant.is_wide for each in found) is isinstance(plan, Counter)
         assert any(each.variant.other_depth for each in found)
     assert [each.append_rounds for each in append_candidates()] == [None, 1, 2, 3, 4]
 
@@ -392,8 +391,6 @@ def test_a_run_is_a_table_and_a_results_file(
     ("constant", "path", "variant"),
     [
         ("kOtherDepth", KernelPath.DECODE_SPLIT, KernelVariant(other_depth=True)),
-        ("kWideMerge", KernelPath.DECODE_COUNTER, KernelVariant(is_wide=True)),
-        ("kDearPieces", KernelPath.DECODE_BALANCED, KernelVariant(dear_pieces=True)),
     ],
 )
 def test_variants_have_the_numbers_of_the_kernels(
