@@ -177,6 +177,13 @@ def test_decode_agrees_with_float64(case: Case, plans: Sequence[Plan]) -> None:
     check_step(case, make_inputs(case), plans)
 
 
+@pytest.mark.parametrize("lengths", [(200,) * 131, (200,) * 130 + (9000,)], ids=["even", "ragged"])
+def test_more_columns_than_the_device_holds_blocks(lengths: tuple[int, ...]) -> None:
+    """Even ones have a block each; of ragged ones the blocks beyond those that share have none."""
+    case = Case(lengths=lengths, num_kv_heads=4, padding_rows=3)
+    check_step(case, make_inputs(case), (Balanced(),))
+
+
 def need(plan: Plan) -> None:
     if not runs(plan):
         pytest.skip(f"{plan} needs a device with thread block clusters")
