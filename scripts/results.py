@@ -49,6 +49,7 @@ class Results(pydantic.BaseModel):
         "gpu-tests",
         "polygraphy",
         "profile",
+        "racecheck-orders",
         "rewrite",
         "run",
         "sanitizer",

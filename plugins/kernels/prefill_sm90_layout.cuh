@@ -8,6 +8,7 @@
 namespace paged_trt {
 
 constexpr int kPrefillThreads = 384;
+constexpr int kConsumerThreads = 256;  // two warpgroups
 constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;  // 168 each at the start
 constexpr int kWarpgroupBarrier = 1;                              // and 2; 3 is kLoaderBarrier
 constexpr int kConsumerBarrier = 4;
@@ -118,7 +119,7 @@ struct PrefillLayout {
     for (int stage = 0; stage < kQueryStages; ++stage) {
       init_barrier(work_ready(base, stage), 1);
       init_barrier(query_ready(base, stage), kLoaderThreads);
-      init_barrier(query_free(base, stage), 8);
+      init_barrier(query_free(base, stage), kConsumerThreads);
     }
     for (int stage = 0; stage < kKeyStages; ++stage) {
       init_barrier(key_ready(base, stage), 1);

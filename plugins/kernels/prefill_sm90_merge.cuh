@@ -20,7 +20,7 @@ struct TileMerger {
   // This block's outputs, not normalised, and for each row the reference and the sum.
   __device__ __forceinline__ void store(const Outputs& outputs, const SoftmaxPair& softmax,
                                         bool has_outputs) const {
-    sync_threads(kConsumerBarrier, 256);  // nobody reads keys and values any more
+    sync_threads(kConsumerBarrier, kConsumerThreads);  // nobody reads keys and values any more
     const int thread = thread_here(), lane = thread & 31, warp_row = (thread / 32 & 3) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -40,6 +40,13 @@ METHODS: Final = {
         "shares of the time of its warps; pipes and issue slots are of the cycles in which a "
         "multiprocessor works, DRAM is of all; `metrics` are Nsight Compute's own, in base units"
     ),
+    "racecheck-orders": (
+        "kernels that hand shared memory on in one order each, under compute-sanitizer's racecheck "
+        "in its analysis mode: `freed` says who tells that a buffer is free, `awaited` who asks, "
+        "`filled` how it is filled again; hazards are summed over the pairs of accesses that were "
+        "reported of a kernel; `is_race` are races on purpose; `is_right` are the sums of what was "
+        "read, and `Unordered` reads nothing"
+    ),
     "run": "`paged-trt run` with the same prompts, greedy, on each executor",
     "sanitizer": (
         "compute-sanitizer around every process of pytest; errors and hazards are summed over the "

@@ -29,6 +29,7 @@ TOOLS: Final = ("memcheck", "racecheck")
 _DECODE: Final = "tests/gpu/test_decode.py::"
 _PREFILL: Final = "tests/gpu/test_prefill.py::"
 _HOPPER: Final = "tests/gpu/test_prefill_sm90.py::"
+_GATHER: Final = "tests/gpu/test_prefill_gather.py::"
 _SAMPLING: Final = "tests/gpu/test_sampling.py::"
 SELECTION: Final[dict[str, tuple[str, ...]]] = {
     "decode-plans": (
@@ -105,6 +106,13 @@ SELECTION: Final[dict[str, tuple[str, ...]]] = {
         f"{_HOPPER}test_pages_before_the_window_are_not_read[2]",
         f"{_HOPPER}test_positions_beyond_the_table_are_masked",
         f"{_HOPPER}test_strided_queries",
+    ),
+    "prefill-gathered": (
+        f"{_GATHER}test_split_keys_agree_with_float64[chunked-activation=bfloat16-kv=float8"
+        "-head_dim=128-1]",
+        f"{_GATHER}test_split_keys_agree_with_float64[mixed-activation=bfloat16-kv=int8"
+        "-head_dim=128-window=300-2]",
+        f"{_GATHER}test_bad_page_ids_are_masked_and_never_read[128-False-1-float8]",
     ),
     "sampling": (
         *(f"{_SAMPLING}test_draws_of_the_twin[{case}]" for case in (

@@ -2,8 +2,8 @@
 // used it to the threads that fill it again, one way a kernel, for compute-sanitizer's racecheck.
 //
 // 256 threads store to a buffer and read it across lanes, as results leave a tile; 96 others fill it
-// for the next round. `Freed` says who tells, `Awaited` who asks, `Filled` how it is filled. `Early`
-// and `Unordered` are races on purpose, to show that the tool sees those.
+// for the next round. `Freed` says who tells, `Awaited` who asks, `Filled` how it is filled. `Early`,
+// `EarlyByEveryThread` and `Unordered` are races on purpose, to show that the tool sees those.
 #include "cp_async.cuh"
 #include "softmax_math.cuh"
 #include "tma.cuh"
@@ -15,8 +15,10 @@ constexpr int kStages = 2, kStageBytes = 16 * 1024, kWarpBytes = kStageBytes / 8
 
 struct ByEveryThread { static constexpr int kCount = kUsers; };
 struct ByOneOfAWarp { static constexpr int kCount = 8; };  // after __syncwarp
-struct Early { static constexpr int kCount = 8; };      // race: before this round's stores
-struct Unordered { static constexpr int kCount = 8; };  // race: one of a warp, without __syncwarp
+// Races: before this round's stores, and one of a warp without __syncwarp.
+struct Early { static constexpr int kCount = 8; };
+struct EarlyByEveryThread { static constexpr int kCount = kUsers; };
+struct Unordered { static constexpr int kCount = 8; };  // and without reads
 struct ByEachFiller {};
 struct ByOneWarp {};          // whose lane 0 then tells all fillers through another barrier
 struct ByOneWarpThenEach {};  // as that, and then each filler asks as well
@@ -77,7 +79,7 @@ __device__ void use(unsigned buffer, const Barriers& barriers, uint32_t* sums, i
     const unsigned own = buffer + stage * kStageBytes + thread / 32 * kWarpBytes;
     const unsigned free = shared_address(&barriers.free[stage]);
     wait_barrier(shared_address(&barriers.filled[stage]), round / kStages & 1);
-    if (kIs<Freed, Early> && lane == 0) arrive(free);
+    if (kIs<Freed, EarlyByEveryThread> || (kIs<Freed, Early> && lane == 0)) arrive(free);
     sync_threads(1 + thread / 128, 128);
 #pragma unroll 1
     for (int word = lane; word < kWarpBytes / 4; word += 32) {
