@@ -1,8 +1,8 @@
 // Decode, balanced: the blocks that the device holds at once share the keys of the whole batch
 // evenly; whoever finishes a (sequence, block of heads) that several share merges it.
 //
-// Grid: (num_blocks, or one block for each (sequence, block of heads) where those are more). Blocks
-// beyond num_blocks have work where nothing is shared.
+// Grid: (num_blocks, or one block for each (sequence, block of heads) where those are a few times
+// as many). Blocks beyond num_blocks have work where nothing is shared.
 #include "decode_counter.cuh"
 #include "decode_schedule.cuh"
 

@@ -72,8 +72,9 @@ struct DecodeConfig {
 
   static constexpr int kValueVectors = kValueDim / 4;  // of four elements
   // A thread that merges a vector alone has more partials to wait for than one that has help. A
-  // balanced block has the next piece's keys in its registers meanwhile: more would spill.
-  static constexpr bool kMergesAlone = kThreads < 2 * kUsedHeads * kValueVectors;
+  // balanced block has the next piece's keys in its registers meanwhile, and two tiles of heads
+  // leave no room either: more would spill.
+  static constexpr bool kMergesAlone = kThreads < 2 * kUsedHeads * kValueVectors && kHeadTiles == 1;
   static constexpr int kPartialsInFlight = kPreferDeep ? 4 : kMergesAlone ? 16 : 8;  // per thread
 };
 

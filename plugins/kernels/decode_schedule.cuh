@@ -3,8 +3,8 @@
 // Every block derives its own run from the lengths, so there is no kernel ahead, no copy to the
 // host and nothing that a captured graph would freeze. A run may cover the end of one column, a
 // (sequence, block of heads), several whole ones and the start of another. Where the lengths are
-// so even that whole columns do it as well, nothing is cut and nothing has to be merged: there is a
-// block for each column, and multiprocessors that read faster get more of them.
+// so even that whole columns do it as well, nothing is cut and nothing has to be merged: the grid
+// has a block for each long column, and multiprocessors that read faster get more of them.
 #pragma once
 
 #include "partitions.cuh"
@@ -16,6 +16,9 @@ namespace paged_trt {
 constexpr int kChunkTokens = 64;
 // What a piece costs besides its chunks, in chunks: its first loads and its merge.
 constexpr int kPieceCost = 2;
+// Whole columns of fewer chunks are dealt out in advance: with the next one's keys on their way
+// under the merge of one, blocks gain more than by taking them one at a time.
+constexpr int kLongColumn = 64;
 
 // Part of the keys of one column, all of them where it has no neighbours.
 struct Piece {
@@ -37,7 +40,8 @@ class Schedule {
     const int64_t num_columns = static_cast<int64_t>(costs.count) * columns;
     const int64_t sharing = args.num_blocks;  // of the grid's blocks, the first ones
     const int64_t even = max((total + sharing - 1) / sharing, static_cast<int64_t>(1));
-    const int64_t whole = (num_columns + gridDim.x - 1) / gridDim.x;
+    const int64_t taking = costs.most >= kLongColumn ? gridDim.x : sharing;
+    const int64_t whole = (num_columns + taking - 1) / taking;
     // Of several rounds the last may leave more blocks without work: the others then read faster.
     const int64_t rounds = (num_columns + sharing - 1) / sharing;
     const bool cuts = rounds * costs.most > even + even / (rounds > 1 ? 16 : 32);

@@ -60,6 +60,9 @@ APPEND_WARPS: Final = 1024
 """Warps of an append that keep a device busy; one of more rounds gives several to each."""
 MOST_APPEND_ROUNDS: Final = 4
 """Rounds of a warp, all in flight at once."""
+MOST_BALANCED_ROUNDS: Final = 4
+"""Blocks of a balanced grid for each one that shares keys: where lengths differ, the others are
+launched to do nothing."""
 MERGE_THREADS: Final = 128
 WIDEST_CLUSTER_KEYS: Final = 128
 """Queries of two tiles of wider heads, beside what a cluster sends, pass 48 KB of shared memory."""
@@ -190,7 +193,9 @@ def kernel_grid(
         return (num_kv_heads * key.group_size, sequences, 1)
     head_blocks = -(-key.group_size // (HEADS_PER_TILE * build.head_tiles))
     if key.path is KernelPath.DECODE_BALANCED:
-        return (max(partitions, step.num_seqs * num_kv_heads * head_blocks), 1, 1)
+        columns = step.num_seqs * num_kv_heads * head_blocks
+        is_idle_cheap = columns <= MOST_BALANCED_ROUNDS * partitions
+        return (max(partitions, columns) if is_idle_cheap else partitions, 1, 1)
     return (partitions * head_blocks, num_kv_heads, sequences)
 
 

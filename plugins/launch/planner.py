@@ -68,7 +68,7 @@ CLUSTER_SHARES: Final = {2: 1.0, 4: 0.75, 8: 0.5}
 needs all of its blocks in one group of multiprocessors, and groups are of uneven sizes."""
 MOST_MERGED_ELEMENTS: Final = 12288
 """Value elements of all partials of a (sequence, key head) beyond which a merge kernel is faster
-than one last block: of 16 x 4 heads x 128 the block was (2%), of 16 x 8 x 128 the kernel (4%)."""
+than one last block: of 16 x 4 heads x 128 the block was (3%), of 16 x 8 x 128 the kernel (4%)."""
 MOST_SLOTS: Final = 2 * 2 * MOST_MULTIPROCESSORS
 """Partials that no heuristic plan passes: two of each of two blocks on every
 multiprocessor of a balanced decode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,5 +26,6 @@ def end(command: click.Command) -> NoReturn:
 
 def kill_group(process: subprocess.Popen[str]) -> None:
     """End a process that leads a session, and all that it started."""
-    if process.poll() is None:
+    # Also where the leader has ended: what it started may go on.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

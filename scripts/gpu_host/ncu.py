@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -93,7 +94,7 @@ def profile(
         command: what to run.
         metrics: to collect; one that Nsight Compute refuses is left out in another try.
         log: file for its output; what the command prints goes to the file with `.out` behind.
-        limit_s: seconds after which everything is killed, in each try.
+        limit_s: seconds after which everything is killed, all tries together.
 
     Returns:
         What Nsight Compute printed.
@@ -103,9 +104,10 @@ def profile(
         ExecutionError: nothing was profiled, or it did not end in time.
     """
     wanted, options = list(metrics), _options(ncu, log)
+    end = time.monotonic() + limit_s
     for _ in range(MOST_TRIES):
         words = [ncu, *options, "--metrics", ",".join(wanted), *command]
-        code = _run(words, log=log, limit_s=limit_s)
+        code = _run(words, log=log, limit_s=end - time.monotonic())
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if _PERMISSION in text:
             raise UnsupportedError(
@@ -144,14 +146,13 @@ def _run(words: Sequence[str], *, log: Path, limit_s: float) -> int:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            kill_group(process)
-            process.wait()
             raise ExecutionError(
-                f"Nsight Compute did not end within {limit_s:g} s; profile fewer cells:"
+                f"Nsight Compute did not end within {limit_s:.0f} s; profile fewer cells:"
                 f"{_tails(log)}"
             ) from None
         finally:
             kill_group(process)
+            process.wait()
 
 
 def _environment() -> dict[str, str]:

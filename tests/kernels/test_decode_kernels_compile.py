@@ -131,6 +131,7 @@ MAIN_KEYS = [
     (key(COUNTER, BF16, FP8, 128, 4), 200),
     (key(COUNTER, FP16, FP16, 64, 1), 200),
     (key(COUNTER, BF16, BF16, 256, 4, features=ALL), 255),
+    (key(COUNTER, BF16, FP8, 64, 12, features=ALL), 255),
     (key(SPLIT, BF16, BF16, 128, 4), 200),
     (key(SPLIT, FP16, INT8, 128, 4), 210),
     (key(SPLIT, BF16, BF16, 128, 16), 240),

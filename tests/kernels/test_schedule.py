@@ -40,7 +40,8 @@ class Batch:
     @property
     def grid(self) -> int:
         """As `kernel_grid` has it."""
-        return max(self.blocks, self.columns * len(self.past))
+        columns = self.columns * len(self.past)
+        return max(self.blocks, columns) if columns <= 4 * self.blocks else self.blocks
 
     def visible(self, sequence: int) -> tuple[int, int]:
         end = min(self.past[sequence], self.table_width * PAGE - 1) + 1
@@ -145,12 +146,16 @@ def test_even_batches_are_not_cut_and_ragged_ones_are_shared_evenly(program: Pat
     lengths = tuple(int(256 * 64 ** (i / 31)) - 1 for i in range(32))
     ragged = Batch(264, 8, -1, 128, lengths, 32)
     many = Batch(264, 8, -1, 128, (16383,) * 128, 128)
-    whole, shared, rounds = pieces_of(program, [even, ragged, many])
+    short = Batch(264, 8, -1, 128, (299,) * 128, 128)
+    whole, shared, rounds, dealt = pieces_of(program, [even, ragged, many, short])
     assert len(whole) == 256
     assert {piece.num_blocks for piece in whole} == {1}
     # A block for each column, of which multiprocessors take as many as they can read.
     check(many, rounds)
     assert sorted(piece.block for piece in rounds) == [*range(1024)]
+    # Short ones are dealt out, so that a block has the next one's keys on their way.
+    check(short, dealt)
+    assert sorted(piece.block for piece in dealt) == [block // 4 for block in range(1024)]
     check(ragged, shared)
     tokens: dict[int, int] = defaultdict(int)
     for piece in shared:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from paged_trt.scripts.example_models.smollm2 import REQUIREMENT
 from paged_trt.scripts.gpu_host.command import main
+from paged_trt.scripts.gpu_host.ending import kill_group
 from paged_trt.scripts.gpu_host.kit import (
     BINARY,
     EXAMPLE_MODEL,
@@ -143,3 +145,28 @@ def test_the_kit_and_the_host_have_what_the_project_needs() -> None:
 
 def test_the_example_model_is_the_one_that_is_pinned() -> None:
     assert REQUIREMENT in EXAMPLE_MODEL
+
+
+def test_what_an_ended_process_left_behind_is_ended_too() -> None:
+    """A crashed profiler leaves the process that it profiled, which holds the GPU."""
+    words = ["sh", "-c", "sleep 300 > /dev/null 2>&1 & echo $!"]
+    process = subprocess.Popen(  # noqa: S603
+        words, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    left = int(process.communicate()[0])
+    assert process.returncode == 0
+    assert Path(f"/proc/{left}").exists()
+    kill_group(process)
+    state = ""
+    for _ in range(100):
+        try:
+            state = (
+                Path(f"/proc/{left}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
+            )
+        except FileNotFoundError:
+            state = "gone"
+        if state in ("gone", "Z"):  # a zombie where nobody collects orphans
+            break
+        time.sleep(0.05)
+    assert state in ("gone", "Z")
+    kill_group(process)  # nothing is left: nothing happens

@@ -184,6 +184,8 @@ def test_a_balanced_decode_has_a_block_for_each_column_of_many() -> None:
     assert decode.grid == (200 * 2, 1, 1)
     assert decode.args["num_blocks"] == 264  # so many share keys, where lengths differ
     assert append.args["num_counters"] == 200 * 2
+    prepare(driver, make_request(600, 600), "balanced").launch(1)
+    assert driver.launches[-1].grid == (264, 1, 1)  # more would mostly be idle
 
 
 def test_a_cluster_is_launched_as_one() -> None:

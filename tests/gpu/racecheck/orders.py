@@ -24,6 +24,7 @@ import numpy.typing as npt
 from paged_trt.plugins import cuda
 from paged_trt.plugins.device import Device, KernelLaunch, Stream
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
+from paged_trt.scripts.gpu_host.ending import end
 from paged_trt.scripts.gpu_host.host_results import results_path, write_results
 from paged_trt.scripts.gpu_host.race_reports import races
 from paged_trt.scripts.gpu_host.sanitizer import version_of
@@ -184,4 +185,4 @@ def main(*, output: Path | None, program: str, tree: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)
