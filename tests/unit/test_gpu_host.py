@@ -150,9 +150,7 @@ def test_the_example_model_is_the_one_that_is_pinned() -> None:
 def test_what_an_ended_process_left_behind_is_ended_too() -> None:
     """A crashed profiler leaves the process that it profiled, which holds the GPU."""
     words = ["sh", "-c", "sleep 300 > /dev/null 2>&1 & echo $!"]
-    process = subprocess.Popen(  # noqa: S603
-        words, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     left = int(process.communicate()[0])
     assert process.returncode == 0
     assert Path(f"/proc/{left}").exists()
