@@ -113,12 +113,15 @@ def write_results(
 
 
 def name_commit(output: Path, tree: str) -> None:
-    """Give results files that could not ask git for their commit the one that ran."""
+    """Give results files the commit that ran where git did not know it.
+
+    There is no git, or it has an older commit and sees what was carried there since as changes.
+    """
     for path in output.glob("*.json"):
         try:
             found = read_results(path)
         except ConfigError:
             # Other reports are JSON too.
             continue
-        if found.commit == "unknown":
+        if found.commit == "unknown" or found.commit.endswith("-dirty"):
             found.model_copy(update={"commit": tree}).write(path)

@@ -323,10 +323,12 @@ def test_results_without_git_get_the_commit_that_ran(tmp_path: Path) -> None:
     )
     results.write(tmp_path / "one.json")
     results.model_copy(update={"commit": "known"}).write(tmp_path / "two.json")
+    results.model_copy(update={"commit": "older-dirty"}).write(tmp_path / "three.json")
     (tmp_path / "other.json").write_text("{}")
     host_results.name_commit(tmp_path, "abc")
     assert read_results(tmp_path / "one.json").commit == "abc"
     assert read_results(tmp_path / "two.json").commit == "known"
+    assert read_results(tmp_path / "three.json").commit == "abc"
 
 
 @pytest.fixture(scope="module")
