@@ -31,7 +31,7 @@ FEWEST_ROWS: Final = 64
 """Query rows of a key, tokens times heads of a group, from which gathering pays.
 
 Measured on an H200 (tests/bench/results/variants/gather-nvidia-h200-20261130.json): from 64 rows,
-the fewest that were timed, whole steps take 0.20 to 0.67 of the portable kernel's time.
+the fewest that were timed, whole steps take 0.20 to 0.69 of the portable kernel's time.
 """
 THREADS: Final = 256
 _ALIGNMENT: Final = 256

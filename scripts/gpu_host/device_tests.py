@@ -17,7 +17,7 @@ import click
 from paged_trt.plugins.files import write_text
 from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end
-from paged_trt.scripts.gpu_host.host_results import results_path, write_results
+from paged_trt.scripts.gpu_host.host_results import results_path, tensorrt_in_use, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
 
 END_SECONDS: Final = 12
@@ -68,7 +68,7 @@ def main(
     runs = [json.loads(path.read_text()) for path in sorted(kept.glob("*.json"))]
     tests = [row for each in runs for row in each["tests"]]
     path = results_path(output, "gpu-tests", device=device)
-    write_results(path, "gpu-tests", tests, device=device, tree=tree)
+    write_results(path, "gpu-tests", tests, tensorrt=tensorrt_in_use(), device=device, tree=tree)
     matrix_rows = [row for each in runs for row in each["matrix"]]
     if matrix_rows:
         path = results_path(output, "gpu-matrix", device=device)

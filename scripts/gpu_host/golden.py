@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import click
 
-from paged_trt.plugins import trt
 from paged_trt.plugins.errors import ConfigError
 from paged_trt.plugins.files import write_bytes, write_text
 from paged_trt.plugins.manifest import KV_SCALES_FILE, MODEL_FILE, PLAN_FILE
@@ -28,7 +27,11 @@ from paged_trt.scripts.example_models.config import Dialect
 from paged_trt.scripts.example_models.toy import write_toy
 from paged_trt.scripts.files import require_writable
 from paged_trt.scripts.gpu_host.ending import end
-from paged_trt.scripts.gpu_host.host_results import results_path, write_results
+from paged_trt.scripts.gpu_host.host_results import (
+    results_path,
+    tensorrt_in_use,
+    write_results,
+)
 
 LIMITS: Final = ("--max-batch-size=4", "--max-input-len=300", "--max-kv-cache-capacity=400")
 PROMPT_LENS: Final = (1, 127, 129, 300)
@@ -94,7 +97,7 @@ def _make_one(folder: Path, name: str, tar: tarfile.TarFile) -> None:
     done = _polygraphy([*words, *saved])
     if done.returncode:
         raise ConfigError(f"Polygraphy made no golden files:\n{done.stdout[-3000:]}")
-    found = {"options": files.options, "steps": files.num_steps, "tensorrt": _tensorrt()}
+    found = {"options": files.options, "steps": files.num_steps, "tensorrt": tensorrt_in_use()}
     write_text(target / OPTIONS_FILE, json.dumps(found, indent=1) + "\n")
     tar.add(target, arcname=name)
     click.echo(f"{name}: {files.num_steps} steps")
@@ -120,7 +123,9 @@ def check(archive: Path, *, output: Path, on_cpu: bool, device: int, tree: str |
         for each in _unpacked(archive, Path(folder)):
             rows.append(checked(each, on_cpu=on_cpu))
             # What was checked by now is kept.
-            write_results(path, "polygraphy", rows, tensorrt=_tensorrt(), device=device, tree=tree)
+            write_results(
+                path, "polygraphy", rows, tensorrt=tensorrt_in_use(), device=device, tree=tree
+            )
             click.echo(f"{each.name}: {'passed' if rows[-1]['passed'] else 'FAILED'}")
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
@@ -164,10 +169,6 @@ def checked(folder: Path, *, on_cpu: bool) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begin, 1),
         "output": "" if done.returncode == 0 else done.stdout[-4000:],
     }
-
-
-def _tensorrt() -> str:
-    return f"{trt.flavor()} {trt.version()}"
 
 
 def _paged_trt(*words: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from paged_trt.plugins import cuda
-from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins import cuda, trt
+from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.scripts.machine import gpu_and_driver
 from paged_trt.scripts.results import Results, commit, read_results
 
@@ -69,6 +69,14 @@ def results_path(output: Path, kind: str, *, device: int, label: str = "") -> Pa
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     date = datetime.datetime.now(datetime.UTC).date()
     return output / "-".join(filter(None, (kind, label, slug, f"{date:%Y%m%d}.json")))
+
+
+def tensorrt_in_use() -> str:
+    """Flavour and version of TensorRT."""
+    try:
+        return f"{trt.flavor()} {trt.version()}"
+    except UnsupportedError:
+        return "not installed"
 
 
 def write_results(

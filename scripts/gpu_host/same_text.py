@@ -10,10 +10,13 @@ from typing import Any, Final
 
 import click
 
-from paged_trt.plugins import trt
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.scripts.gpu_host.ending import end
-from paged_trt.scripts.gpu_host.host_results import results_path, write_results
+from paged_trt.scripts.gpu_host.host_results import (
+    results_path,
+    tensorrt_in_use,
+    write_results,
+)
 from paged_trt.scripts.gpu_host.kit import ROOT
 from paged_trt.scripts.prompts import open_tokenizer
 
@@ -70,7 +73,7 @@ def main(
         results_path(output, "run", device=device, label=label),
         "run",
         [row],
-        tensorrt=f"{trt.flavor()} {trt.version()}",
+        tensorrt=tensorrt_in_use(),
         device=device,
         tree=tree,
     )

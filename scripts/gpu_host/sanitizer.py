@@ -1,4 +1,6 @@
-"""Runs GPU tests under compute-sanitizer: what engines launch by default once, in small steps.
+"""Runs GPU tests under compute-sanitizer: what engines launch by default, in small steps.
+
+Not among them is `take_tokens`, which hands tokens on between overlapping steps.
 
 The time goes into starting processes and into patching each kernel when it is loaded, so the tests
 are split into groups, and all groups run under all tools side by side.
@@ -21,7 +23,7 @@ import click
 
 from paged_trt.scripts.gpu_host import pytest_command
 from paged_trt.scripts.gpu_host.ending import end, kill_group
-from paged_trt.scripts.gpu_host.host_results import results_path, write_results
+from paged_trt.scripts.gpu_host.host_results import results_path, tensorrt_in_use, write_results
 from paged_trt.scripts.gpu_host.kit import ROOT
 from paged_trt.scripts.gpu_host.race_reports import races
 
@@ -161,7 +163,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     groups = {"given": tests} if tests else SELECTION
     path = results_path(output, "sanitizer", device=device)
-    version = version_of(program)
+    version, tensorrt = version_of(program), tensorrt_in_use()
     rows: list[dict[str, Any]] = []
     started: list[subprocess.Popen[str]] = []
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
@@ -176,7 +178,9 @@ def main(
         ]  # fmt: skip
         for done in concurrent.futures.as_completed(work):
             rows.append({**done.result(), "version": version})
-            write_results(path, "sanitizer", _sorted(rows), device=device, tree=tree)
+            write_results(
+                path, "sanitizer", _sorted(rows), tensorrt=tensorrt, device=device, tree=tree
+            )
             click.echo(line_of(rows[-1]))
     finally:
         for process in started:

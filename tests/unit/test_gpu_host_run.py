@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner
 from engine_dirs import write_engine_dir
 
-from paged_trt.plugins import cuda
-from paged_trt.plugins.errors import ConfigError
+from paged_trt.plugins import cuda, trt
+from paged_trt.plugins.errors import ConfigError, UnsupportedError
 from paged_trt.plugins.manifest import read_manifest
 from paged_trt.runtime.comparison import Tolerance
 from paged_trt.runtime.results import Generation
@@ -329,6 +329,17 @@ def test_results_without_git_get_the_commit_that_ran(tmp_path: Path) -> None:
     assert read_results(tmp_path / "one.json").commit == "abc"
     assert read_results(tmp_path / "two.json").commit == "known"
     assert read_results(tmp_path / "three.json").commit == "abc"
+
+
+def test_results_say_which_tensorrt_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    assert host_results.tensorrt_in_use() == f"tensorrt_rtx {trt.version()}"
+
+    def refuse() -> str:
+        raise UnsupportedError("no TensorRT is installed")
+
+    monkeypatch.setattr(trt, "flavor", refuse)
+    assert host_results.tensorrt_in_use() == "not installed"
 
 
 @pytest.fixture(scope="module")
