@@ -5,14 +5,12 @@ its quotients, which are those of a division.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu.decode_cases import Case, Inputs, make_inputs, truth_of
+from host_kernels import load_on_host
 
 from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.launch.args import AppendArgs
@@ -25,20 +23,12 @@ from paged_trt.plugins.launch.kernels_decode import (
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 
 BF16, FP8, INT8 = DType.BFLOAT16, DType.FLOAT8, DType.INT8
-HOST = Path(__file__).parent / "host"
 COUNTERS = 300
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed: it compiles the kernel for a CPU")
-    path = tmp_path_factory.mktemp("host") / "append.so"
-    paths = [f"-I{HOST}", f"-I{KERNEL_DIRECTORY}", str(HOST / "append.cpp"), "-o", str(path)]
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, *paths], check=True)
-    return ctypes.CDLL(str(path))
+    return load_on_host("append", tmp_path_factory.mktemp("host"))
 
 
 def run(library: ctypes.CDLL, case: Case, inputs: Inputs, rounds_per_warp: int) -> list[Any]:

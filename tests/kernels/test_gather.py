@@ -9,13 +9,13 @@ import dataclasses
 import itertools
 import random
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from host_kernels import load_on_host
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.test_decode_kernels_compile import compile_kernel, compile_resources
@@ -31,7 +31,6 @@ from paged_trt.plugins.launch.registry import KernelKey, KernelPath
 from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 
 BF16, FP16, FP8, INT8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8, DType.INT8
-HOST = Path(__file__).parent / "host"
 PAGE = 128
 UNTOUCHED = 0x7FFF  # no converted element
 INT32 = np.iinfo(np.int32)
@@ -173,13 +172,7 @@ def brute_force(batch: Batch, pools: list[Any]) -> tuple[Any, list[Any], int]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed: it compiles the kernel for a CPU")
-    path = tmp_path_factory.mktemp("host") / "gather.so"
-    paths = [f"-I{HOST}", f"-I{KERNEL_DIRECTORY}", str(HOST / "gather.cpp"), "-o", str(path)]
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", *paths], check=True)
-    return ctypes.CDLL(str(path))
+    return load_on_host("gather", tmp_path_factory.mktemp("host"))
 
 
 def run(library: ctypes.CDLL, batch: Batch) -> tuple[Any, list[Any], list[Any]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from host_kernels import load_on_host
 from kernels.test_decode_kernels_compile import compile_resources
 from kernels.test_launch_args import ARCHITECTURES, compile_proof
 from sampling_cases import Spec, make_case
@@ -19,10 +17,8 @@ from paged_trt.plugins.dtypes import DType
 from paged_trt.plugins.errors import KernelCompileError, UnsupportedError
 from paged_trt.plugins.launch.args import SampleArgs, layout_proof
 from paged_trt.plugins.launch.sampling import MAX_SAMPLED_VOCAB, SampleRow, sample_build
-from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 from paged_trt.runtime.sampler import sample_rows
 
-HOST = Path(__file__).parent / "host"
 LOGITS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -66,14 +62,7 @@ def test_rows_of_parameters_are_one_layout() -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed: it compiles the kernel for a CPU")
-    path = tmp_path_factory.mktemp("host") / "sample.so"
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
-    paths = [f"-I{HOST}", f"-I{KERNEL_DIRECTORY}", str(HOST / "sample.cpp"), "-o", str(path)]
-    subprocess.run([compiler, *options, *paths], check=True)
-    return ctypes.CDLL(str(path))
+    return load_on_host("sample", tmp_path_factory.mktemp("host"))
 
 
 def run(

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from host_kernels import load_on_host
 from kernels.test_decode_kernels_compile import compile_resources
 from kernels.test_launch_args import ARCHITECTURES
 
 from paged_trt.plugins.launch.args import TakeTokensArgs
 from paged_trt.plugins.launch.sampling import TAKE_TOKENS
-from paged_trt.plugins.launch.sources import KERNEL_DIRECTORY
 from paged_trt.runtime.executor import row_of_token, token_of_row
-
-HOST = Path(__file__).parent / "host"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -34,12 +30,6 @@ def test_a_row_is_a_negative_id() -> None:
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
 def test_ids_that_name_rows_become_their_tokens(tmp_path: Path, count: int) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed: it compiles the kernel for a CPU")
-    path = tmp_path / "take_tokens.so"
-    paths = [f"-I{HOST}", f"-I{KERNEL_DIRECTORY}", str(HOST / "take_tokens.cpp"), "-o", str(path)]
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", *paths], check=True)
     vocab = 50
     tokens = np.random.default_rng(count).integers(0, vocab, 40)
     # Rows without a largest logit.
@@ -57,6 +47,6 @@ def test_ids_that_name_rows_become_their_tokens(tmp_path: Path, count: int) -> N
         num_seqs=len(tokens),
         vocab_size=vocab,
     )
-    ctypes.CDLL(str(path)).take_tokens(ctypes.byref(args))
+    load_on_host("take_tokens", tmp_path).take_tokens(ctypes.byref(args))
     # Nothing behind the ids of the step is touched.
     np.testing.assert_array_equal(ids, expected)

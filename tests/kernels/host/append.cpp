@@ -1,23 +1,9 @@
 // The append kernel as functions of a shared library; see device.h.
 #include "device.h"
+#include "vectors.h"
 
 #define asm(...)  // what needs machine code is not called here
 
-struct uint2 {
-  unsigned x, y;
-};
-struct uint4 {
-  unsigned x, y, z, w;
-};
-struct float2 {
-  float x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int max(int left, int right) { return left < right ? right : left; }
 inline long long min(long long left, long long right) { return left < right ? left : right; }
 inline float __fdividef(float left, float right) { return left / right; }
