@@ -26,27 +26,13 @@ __device__ __forceinline__ void arrive_expecting(unsigned barrier, unsigned num_
                : "memory");
 }
 
-// Waits for the phase of this parity. PAGED_TRT_WATCHDOG turns a wait without end into a trap.
+// Waits for the phase of this parity.
 __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) {
-#ifdef PAGED_TRT_WATCHDOG
-  for (unsigned spins = 0;; ++spins) {
-    unsigned done;
-    asm volatile(
-        "{\n.reg .pred P;\nmbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, P;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (done) return;
-    if (spins > 2000000) asm volatile("trap;");
-  }
-#else
   asm volatile(
       "{\n.reg .pred P;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n"
       "@P bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-#endif
 }
 
 // threadIdx.x, read here: what follows from it is not kept in registers across the products.

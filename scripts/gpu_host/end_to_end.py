@@ -161,6 +161,7 @@ def end_to_end(
         **_spread("step_us_eager", eager.step_us),
         **_spread("step_us_graph", replayed.step_us),
         "enqueue_us_per_layer": eager.enqueue_us,
+        "eager_us_per_layer": round(statistics.median(eager.step_us) / len(spec.layers), 1),
         "device_memory_bytes": memory,
         "counts": dataclasses.asdict(replayed.stats) if replayed.stats else None,
         "notes": [*replayed.notes, *reference.notes],

@@ -17,8 +17,9 @@ METHODS: Final = {
     "e2e": (
         "greedy decode of a ragged batch, tokens and logits against the reference executor on the "
         "CPU; step times are host times from the inputs of a decode step to its logits in host "
-        "memory, enqueue is the host time of one plugin call; median, minimum and maximum of the "
-        "second of two runs"
+        "memory, enqueue is the host time of one plugin call, and eager_us_per_layer beside it the "
+        "whole eager step over its layers, TensorRT's own calls and kernels included; median, "
+        "minimum and maximum of the second of two runs"
     ),
     "gpu-matrix": (
         "kernels against NumPy in float64 over the same pools; the error of each token row is at "

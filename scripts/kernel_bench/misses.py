@@ -9,8 +9,8 @@ from paged_trt.plugins.errors import ConfigError
 from paged_trt.scripts.kernel_bench.cells import Cell, Family, cells_of
 
 DECODE_MISSES: Final = (
-    # Few keys: a step is a chain of latencies. Of 20 us the bytes take 15; the last block then
-    # waits twice for a batch of 4 of its 8 partials. 128 of 132 multiprocessors work.
+    # Few keys: a step is a chain of latencies. Of 20 us the bytes take 15. 128 of 132
+    # multiprocessors work.
     "32/8 d128 bfloat16 1 x 1024",
     "32/8 d128 bfloat16 1 x 4096",
     "32/8 d128 bfloat16 1 x 16384",
@@ -19,19 +19,18 @@ DECODE_MISSES: Final = (
     "32/8 d128 bfloat16 32 x 4096",
     # 64 columns of keys: `balanced` cuts them, `cluster:2` fills 128 of 132 multiprocessors.
     "32/8 d128 bfloat16 8 x 16384",
-    # Not cut, so one wave of 256 blocks that all last as long as the slowest; `direct` and splits
-    # into several waves have not been timed here.
+    # Not cut, so one wave of 256 blocks that all last as long as the slowest; `direct`, which needs
+    # no schedule, is 0.7% faster.
     "32/8 d128 bfloat16 32 x 16384",
-    # Four waves of short blocks, each with a start and a merge of its own (128 x 1024: one part
-    # in ten); a balanced block has its next keys in flight meanwhile.
+    # Four waves of blocks, each with a start and a merge of its own (128 x 1024: one part in ten).
     "32/8 d128 bfloat16 128 x 1024",
     "32/8 d128 bfloat16 128 x 16384",
     # Half the bytes of bfloat16 and the same starts and merges, so they count twice.
     "32/8 d128 float8 1 x 16384",
     "32/8 d128 float8 32 x 4096",
     "32/8 d128 float8 32 x 16384",
-    # The last block merges 32 partials alone: 2 vectors a thread, 8 batches of 4 each, one behind
-    # the other, some 10 us of 44. A merge kernel has 32 blocks for it.
+    # Many value elements of partials: a merge kernel has 32 blocks for those of the first, and the
+    # second has too few for one by the planner's bound.
     "32/8 d256 bfloat16 1 x 16384",
     "32/8 d256 bfloat16 8 x 4096",
     # Sixteen waves of short blocks.
@@ -39,14 +38,14 @@ DECODE_MISSES: Final = (
     "32/32 d128 bfloat16 8 x 16384",
     "64/8 d128 bfloat16 1 x 4096",
     "64/8 d128 bfloat16 1 x 16384",
-    # 32 partials and more vectors than half the threads: 8 batches one behind the other.
+    # 32 partials: a merge kernel has them. 16 are 6% faster for the first.
     "28/4 d128 bfloat16 1 x 4096",
     "16/2 d128 bfloat16 1 x 4096",
     "32/8 d64 bfloat16 32 x 16384",
     "32/8 d128 bfloat16 8 x 16384 window 4096",
 )
-"""By what `str` says of a cell, with what a count of waves, blocks and dependent loads suggests;
-the ragged batches come on top."""
+"""By what `str` says of a cell, with what sweeps and profiles of an H200 showed; the ragged batches
+come on top."""
 LEAST_APPEND: Final = 128
 """New tokens below which an append is a matter of latency."""
 

@@ -363,6 +363,7 @@ def test_an_engine_end_to_end_on_the_reference_executor(engine: Path, tmp_path: 
     assert row["replay_equals_eager"] is True
     assert row["prompts"] == [127, 129, 255, 300]
     assert row["step_us_eager"] > 0
+    assert row["eager_us_per_layer"] == pytest.approx(row["step_us_eager"] / row["layers"], abs=0.1)
     assert read_manifest(engine).source.name == row["model"]
 
 
